@@ -1,0 +1,154 @@
+"""The nouns that every room shares.
+
+Shape legend, used in annotations and docstrings throughout:
+
+    P prompts        G group (responses of one prompt)   B sequences (rollouts)
+    T response tokens (padded)    N packed tokens (fed)   M scored tokens
+    L MoE layers     K experts per token                  V vocabulary   D hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Message = dict[str, Any]
+"""One chat message, as the chat templates take it: `{"role": "user", "content": "2+2="}`."""
+
+FinishReason = Literal["stop", "length", "error"]
+"""`stop`: an EOS id or a stop string; `length`: cut at `max_tokens`; `error`: the engine gave up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is given to the policy (the paper's x).
+
+    `key` names the prompt for good (records, held-out check); `ids` are the exact tokens that are fed, the
+    chat template already applied; `columns` go to the reward functions untouched.
+
+    >>> Prompt(key="a1b2", content="2+2=", ids=(17, 28, 17, 46), columns={"answer": "4"}).ids
+    (17, 28, 17, 46)
+    """
+
+    key: str
+    content: str | list[Message]
+    ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """The distribution that responses are drawn from, whole: an engine adds nothing of its own.
+
+    `temperature` 0 means greedy (evaluation only). `eos_ids` all end a response; a matched stop string too.
+    The text of a response excludes the EOS token and the stop string; its ids include what was sampled.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    eos_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    @property
+    def truncated(self) -> bool:
+        """Whether part of the vocabulary can never be drawn, so that log-probs need the kept support."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`samples` responses wanted for one prompt.
+
+    Sampling noise is keyed by (seed, step, slot, sample, position): `slot` is the prompt's place in the
+    step, so that noise depends neither on the order of execution nor on which rank or server draws.
+    `first_sample` > 0 asks for further samples of the same prompt.
+    """
+
+    prompt: Prompt
+    samples: int
+    step: int
+    slot: int
+    first_sample: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """From response token `start` on, tokens were sampled by policy version `version` (updates so far)."""
+
+    start: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One response with all that belongs to it.
+
+    `response_ids`, `sampler_logprobs` and `trainable` have one entry per response token; `trainable` is
+    False for tokens that the policy did not sample (an environment's, a tool's), whose log-prob is 0.
+    `slot` and `sample` place it in the step; `routes` maps a router's name to the experts [n, K] chosen for
+    the fed response tokens (all but the last).
+
+    >>> r = Rollout(prompt=Prompt("k", "hi", (5,)), slot=0, sample=0, response_ids=(7, 2),
+    ...             sampler_logprobs=(-0.5, -0.1), trainable=(True, True), finish_reason="stop",
+    ...             policy_version=(VersionSpan(0, 0),), text="yo")
+    >>> len(r.response_ids), r.reward
+    (2, None)
+    """
+
+    prompt: Prompt
+    slot: int
+    sample: int
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    trainable: tuple[bool, ...]
+    finish_reason: FinishReason
+    policy_version: tuple[VersionSpan, ...]
+    text: str
+    reward: float | None = None
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    dropped: str | None = None
+    routes: Mapping[str, np.ndarray] | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut at the token limit."""
+        return self.finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a forward pass says of each response token, gathered per rollout; 0 where the mask is False."""
+
+    logprobs: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The kept rollouts of one step, or of one mini-batch, ready for the objective.
+
+    Rows are sorted by group. `mask` is True on trainable tokens that take part in the loss; a truncated
+    response that is masked has an all-False row and still counts in `sequences`.
+    """
+
+    rollouts: list[Rollout]
+    group_ids: Int[Tensor, "B"]
+    rewards: Float[Tensor, "B"]
+    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    sampler_logprobs: Float[Tensor, "B T"]
+    old_logprobs: Float[Tensor, "B T"] | None = None
+    reference_logprobs: Float[Tensor, "B T"] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
