@@ -65,8 +65,8 @@ class ModelConfig(Section):
     )
     layout: Literal["auto", "shared", "packed", "padded"] = Field(
         "auto",
-        description="How rollouts are laid out in a forward pass: `shared` computes a group's prompt once, `packed` puts "
-        "sequences end to end, `padded` pads them. `auto` takes the first that is exact for the model.",
+        description="How rollouts are laid out in a forward pass: `shared` computes a group's prompt once, `packed` "
+        "puts sequences end to end, `padded` pads them. `auto` takes the first that is exact for the model.",
     )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
@@ -199,7 +199,7 @@ class RolloutConfig(Section):
     resample_without_signal: int = Field(
         0,
         ge=0,
-        description="Dynamic sampling: how many times a step may replace groups whose rewards are all equal by new prompts.",
+        description="Dynamic sampling: how many times a step may replace groups of equal rewards by new prompts.",
     )
 
 
@@ -242,8 +242,8 @@ class RoutingConfig(Section):
 
     replay: Literal["off", "old", "sampler"] = Field(
         "off",
-        description="Experts of the update: the router's own (`off`), those of the old policy (`old`, the paper's Routing "
-        "Replay), or those that the inference engine used (`sampler`).",
+        description="Experts of the update: the router's own (`off`), those of the old policy (`old`, the paper's "
+        "Routing Replay), or those that the inference engine used (`sampler`).",
     )
 
 
@@ -335,8 +335,8 @@ class Config(Section):
             )
         if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
             raise ValueError(
-                "rollout.top_p, rollout.top_k and rollout.min_p must be 1, 0 and 0: training on truncated sampling needs "
-                "the kept support, which is not carried; they are allowed under [evaluation]"
+                "rollout.top_p, rollout.top_k and rollout.min_p must be 1, 0 and 0: training on truncated sampling "
+                "needs the kept support, which is not carried; they are allowed under [evaluation]"
             )
         if self.routing.replay == "old" and self.likelihoods.old == "sampler":
             raise ValueError(
@@ -350,8 +350,8 @@ class Config(Section):
         found = []
         if self.training.minibatches == 1 and self.training.epochs == 1 and self.likelihoods.old == "recompute":
             found.append(
-                "training.minibatches = 1 and training.epochs = 1: every ratio is 1 by construction and nothing is ever "
-                "clipped; use several mini-batches to train off-policy as the paper does"
+                "training.minibatches = 1 and training.epochs = 1: every ratio is 1 by construction and nothing is "
+                "ever clipped; use several mini-batches to train off-policy as the paper does"
             )
         if self.reward.truncated != "penalize" and "truncated_penalty" in self.reward.model_fields_set:
             found.append(f'reward.truncated_penalty has no effect with reward.truncated = "{self.reward.truncated}"')
