@@ -1,0 +1,9 @@
+"""Shapes and types in annotations are checked at every call while tests run."""
+
+import hypothesis
+from jaxtyping import install_import_hook
+
+install_import_hook("gspo", "beartype.beartype")
+
+hypothesis.settings.register_profile("gspo", deadline=None)  # a busy machine is not a failure
+hypothesis.settings.load_profile("gspo")

@@ -1,0 +1,79 @@
+"""Advantages relative to the group."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gspo.objectives import group_advantages
+
+SCALES = ("std", "sample_std", "none")
+
+
+def advantages(rewards: list[float], ids: list[int], scale: str = "std") -> list[float]:
+    return group_advantages(torch.tensor(rewards), torch.tensor(ids), scale=scale).tolist()
+
+
+@pytest.mark.parametrize(
+    ("scale", "expected"),
+    [
+        ("std", [math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2)]),
+        ("sample_std", [2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)]),
+        ("none", [2 / 3, -1 / 3, -1 / 3]),
+    ],
+)
+def test_one_of_three_right(scale: str, expected: list[float]) -> None:
+    assert advantages([1.0, 0.0, 0.0], [0, 0, 0], scale) == pytest.approx(expected, rel=5e-6)
+
+
+groups = st.lists(st.tuples(st.integers(0, 3), st.integers(-8, 8)), min_size=1, max_size=20)
+
+
+@given(groups, st.sampled_from(SCALES))
+def test_groups_of_any_size_in_any_order(pairs: list[tuple[int, int]], scale: str) -> None:
+    ids, rewards = [p[0] * 17 - 5 for p in pairs], [p[1] / 4 for p in pairs]
+    found = advantages(rewards, ids, scale)
+    for key in set(ids):
+        members = np.array([r for r, i in zip(rewards, ids, strict=True) if i == key])
+        mine = [a for a, i in zip(found, ids, strict=True) if i == key]
+        if members.max() == members.min():
+            assert mine == [0.0] * len(members)
+            continue
+        spread = {"none": 1.0, "std": members.std(), "sample_std": members.std(ddof=1)}[scale]
+        np.testing.assert_allclose(mine, (members - members.mean()) / spread, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_no_variance_is_exactly_zero(scale: str) -> None:
+    assert advantages([0.1] * 8 + [0.7], [0] * 8 + [1], scale) == [0.0] * 9
+
+
+def test_rewards_that_differ_by_rounding_alone_are_not_blown_up() -> None:
+    low = torch.tensor(0.1)
+    high = torch.nextafter(low, torch.tensor(1.0))
+    found = group_advantages(torch.stack([low, high]), torch.zeros(2, dtype=torch.int64))
+    assert 0 < found[1].item() < 0.01
+
+
+def test_a_dropped_rollout_counts_as_not_sampled() -> None:
+    keep = [0, 1, 3]
+    rewards, ids = [1.0, 0.0, 5.0, 0.0], [0, 0, 0, 0]
+    assert advantages([rewards[i] for i in keep], [ids[i] for i in keep]) == advantages([1.0, 0.0, 0.0], [7, 7, 7])
+
+
+def test_no_rows_and_unknown_scale() -> None:
+    empty = group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+    assert empty.shape == (0,)
+    assert empty.dtype == torch.float32
+    with pytest.raises(Exception, match="scale"):
+        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale="variance")
+
+
+def test_nothing_waits_for_the_device() -> None:
+    ids = torch.zeros(4, dtype=torch.int64, device="meta")
+    assert group_advantages(torch.zeros(4, device="meta"), ids).is_meta
