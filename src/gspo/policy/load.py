@@ -1,0 +1,280 @@
+"""Weights, tokenizer, dtype and device: from a path to a policy that is ready to train."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from gspo.config import LoraConfig
+from gspo.errors import BadInputError
+from gspo.policy.memory import MemoryEstimate, check_fits, estimate_memory, free_memory
+from gspo.policy.model import Policy, ScoringModel
+from gspo.policy.probe import probe
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def load_policy(
+    path: str | Path,
+    *,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: str = "auto",
+    layout: Literal["auto", "shared", "packed", "padded"] = "auto",
+    activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    trust_remote_code: bool = False,
+    train: bool = True,
+    reference: bool = False,
+    tokens: int = 0,
+    seed: int = 0,
+) -> Policy:
+    """The policy from a hub id, a `from_pretrained` folder, or another run's folder (its last checkpoint).
+
+    Master weights are float32; dropout is off for good. `HF_HUB_OFFLINE=1` keeps it off the network.
+
+    Args:
+        dtype: arithmetic of the passes; see `choose_autocast`.
+        train: False for evaluation: nothing requires a gradient.
+        reference: keep the starting weights for the KL (with LoRA they are the model with the adapter off).
+        tokens: tokens of a micro-batch, for the memory estimate.
+        seed: draws the weights of a new adapter.
+
+    Raises:
+        BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
+    """
+    target = choose_device(device)
+    folder = resolve_path(str(path))
+    config = _load_config(folder, trust_remote_code)
+    estimate = memory_of(
+        config,
+        train=train,
+        lora=lora,
+        reference=reference,
+        tokens=tokens,
+        activation_checkpointing=activation_checkpointing,
+        trust_remote_code=trust_remote_code,
+    )
+    check_fits(str(path), estimate, free_memory(target), lora=lora is not None)
+    tokenizer = _load_tokenizer(folder, trust_remote_code)
+    model = _load_model(folder, config, trust_remote_code).to(target)
+    model.requires_grad_(train and lora is None)
+    autocast = choose_autocast(dtype, target)
+    frozen = None
+    if reference and lora is None:
+        frozen = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(False)
+    findings = probe(model, "packed" if layout == "auto" else layout)
+    scorer = ScoringModel(model, findings.exact_head, autocast)
+    adapter = None
+    if lora is not None:
+        from gspo.policy.adapters import add_lora
+
+        adapter = add_lora(model, lora, train=train, seed=seed)
+    if activation_checkpointing:
+        enable_activation_checkpointing(model)
+    eos = eos_ids(model, tokenizer)
+    return Policy(
+        scorer=scorer,
+        tokenizer=tokenizer,
+        eos_ids=eos,
+        pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos[0] if eos else 0),
+        context_length=context_length(config),
+        layout_kind=findings.layout,
+        notes=findings.notes,
+        memory=estimate,
+        adapter=adapter,
+        frozen=None if frozen is None else ScoringModel(frozen, findings.exact_head, autocast),
+    )
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the first CUDA device if there is one, else the CPU.
+
+    Raises:
+        BadInputError: a device that torch does not have here.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInputError(f"model.device: {device!r} cannot be used here ({reason}); try auto or cpu") from None
+    return chosen
+
+
+def choose_autocast(dtype: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of the passes' matrix products; None is float32 throughout.
+
+    `auto` takes bfloat16 where the device multiplies it in hardware: CUDA from compute capability 8 on, a CPU with
+    AVX-512-BF16 or AMX. Without such instructions a CPU is about 100 times slower in bfloat16 than in float32.
+    """
+    if dtype == "float32":
+        return None
+    if dtype == "bfloat16":
+        return torch.bfloat16
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else None
+    return torch.bfloat16 if device.type == "cpu" and cpu_multiplies_bfloat16() else None
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has matrix instructions for bfloat16."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def resolve_path(path: str) -> str:
+    """A model folder or hub id; for a run's folder, its last checkpoint.
+
+    Raises:
+        BadInputError: a folder that holds neither a model nor checkpoints, or one without weights.
+    """
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+            raise BadInputError(f"model.path: {path!r} does not exist; give a folder or a hub id such as org/name")
+        return path
+    if not (folder / "config.json").exists():
+        checkpoints = sorted(
+            (f.parent for f in folder.glob("checkpoints/*/config.json")), key=lambda f: _step_of(f.name)
+        )
+        if not checkpoints:
+            raise BadInputError(
+                f"model.path: {path!r} has no config.json and no checkpoints; give a folder that from_pretrained loads"
+            )
+        folder = checkpoints[-1]
+    if not any(folder.glob("*.safetensors")):
+        raise BadInputError(
+            f"model.path: {str(folder)!r} has no weights (*.safetensors); pickled weights (*.bin) are not read: "
+            "save the model with save_pretrained(safe_serialization=True)"
+        )
+    return str(folder)
+
+
+def _step_of(name: str) -> tuple[int, str]:
+    number = re.search(r"\d+$", name)
+    return (int(number.group()) if number else -1, name)
+
+
+def memory_of(
+    config: Any,
+    *,
+    train: bool = True,
+    lora: LoraConfig | None = None,
+    reference: bool = False,
+    tokens: int = 0,
+    activation_checkpointing: bool = False,
+    trust_remote_code: bool = False,
+) -> MemoryEstimate:
+    """What a model of this config will need; no weight is read or made."""
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    lora_parameters = None
+    if lora is not None:
+        from gspo.policy.adapters import count_parameters
+
+        lora_parameters = count_parameters(shell, lora)
+    return estimate_memory(
+        config,
+        shell,
+        train=train,
+        lora_parameters=lora_parameters,
+        reference=reference,
+        tokens=tokens,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _load_config(folder: str, trust_remote_code: bool) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None
+    _switch_dropout_off(config)
+    return config
+
+
+def _switch_dropout_off(config: Any) -> None:
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):
+            noisy = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
+            if noisy and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
+    missing = Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
+    try:
+        if missing:
+            raise OSError(f"none of {', '.join(TOKENIZER_FILES)} is there")
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise BadInputError(
+            f"model.path: {folder!r} has no usable tokenizer ({_one_line(error)}); "
+            "save it next to the weights with tokenizer.save_pretrained"
+        ) from None
+
+
+def _load_model(folder: str, config: Any, trust_remote_code: bool) -> Any:
+    # Soft-capped attention exists in the eager function alone; sdpa would leave the cap out without a word.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **({"attn_implementation": "eager"} if capped else {}),
+        )
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+    absent = sorted(info["missing_keys"])
+    if absent:
+        raise BadInputError(
+            f"model.path: {folder!r} lacks weights that its config.json asks for: {', '.join(absent[:3])}"
+            f"{' ...' if len(absent) > 3 else ''}; the download or the save is incomplete"
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.eval()
+
+
+def enable_activation_checkpointing(model: Any) -> None:
+    """Recomputes each layer in the backward pass. Layers do so in training mode only; dropout is off anyway."""
+    if not model.supports_gradient_checkpointing:
+        raise BadInputError(
+            f"model.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
+        )
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+
+
+def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a response: those of the generation config, and the tokenizer's."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    ids = list(found) if isinstance(found, list | tuple) else [found]
+    return tuple(dict.fromkeys(int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None))
+
+
+def context_length(config: Any) -> int | None:
+    """The longest sequence, in tokens, that the model was made for; None if it does not say."""
+    length = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if length is None else int(length)

@@ -1,0 +1,134 @@
+"""How much memory training will need, from the model's config alone, and how much there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo.errors import BadInputError
+
+GB = 1e9
+FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by purpose. Master weights, gradients and the two AdamW moments are float32."""
+
+    parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.reference + self.activations
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "reference": self.reference,
+            "activations": self.activations,
+        }
+        named = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size)
+        return f"about {self.total / GB:.1f} GB ({named})"
+
+
+def estimate_memory(
+    config: Any,
+    model: torch.nn.Module,
+    *,
+    train: bool = True,
+    lora_parameters: int | None = None,
+    reference: bool = False,
+    tokens: int = 0,
+    activation_checkpointing: bool = False,
+) -> MemoryEstimate:
+    """What training needs, before any weight is read.
+
+    Args:
+        config: the model's config.
+        model: the model on the meta device, for its parameter count.
+        train: False counts the weights alone.
+        lora_parameters: trainable parameters if only an adapter is trained.
+        reference: whether a frozen copy of the model is held too (KL without LoRA).
+        tokens: tokens of a micro-batch; 0 leaves activations out.
+    """
+    count = sum(p.numel() for p in model.parameters())
+    trainable = (count if lora_parameters is None else lora_parameters) if train else 0
+    activations = tokens * _activation_bytes(config.get_text_config(), activation_checkpointing) if train else 0
+    return MemoryEstimate(
+        parameters=count,
+        weights=FLOAT32 * (count + (lora_parameters or 0)),
+        gradients=FLOAT32 * trainable,
+        optimizer=2 * FLOAT32 * trainable,
+        reference=FLOAT32 * count if reference and lora_parameters is None else 0,
+        activations=activations,
+    )
+
+
+def _activation_bytes(config: Any, checkpointing: bool) -> int:
+    """Bytes one token leaves behind for the backward pass, in float32.
+
+    A layer keeps about twelve tensors of the hidden width (norms, queries, keys, values, residuals) and four
+    of the feed-forward width, for each expert that the token visits.
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    experts = getattr(config, "num_experts_per_tok", None)
+    width = getattr(config, "moe_intermediate_size", None) if experts else None
+    width = width or getattr(config, "intermediate_size", None) or 4 * hidden
+    layer = FLOAT32 * (12 * hidden + 4 * int(width) * (experts or 1))
+    return int(layer + layers * FLOAT32 * hidden if checkpointing else layers * layer)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that this process can still take on the device; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type != "cpu":
+        return None
+    limits = [_available(Path("/proc/meminfo")), _cgroup_room(Path("/sys/fs/cgroup"))]
+    known = [limit for limit in limits if limit is not None]
+    return min(known) if known else None
+
+
+def _available(meminfo: Path) -> int | None:
+    if not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_room(folder: Path) -> int | None:
+    """What the container's limit leaves; page cache can be dropped and does not count."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else int(limit) - used + int(stat.get("file", 0))
+
+
+def check_fits(name: str, estimate: MemoryEstimate, free: int | None, *, lora: bool) -> None:
+    """Refuses a model that cannot fit.
+
+    Raises:
+        BadInputError: the estimate is above the free memory.
+    """
+    if free is None or estimate.total <= free:
+        return
+    tries = [] if lora else ["model.lora (trains an adapter only)"]
+    if estimate.activations > estimate.weights:
+        tries.append("fewer tokens per micro-batch or model.activation_checkpointing")
+    tries.append("a smaller model")
+    raise BadInputError(f"model.path: {name} needs {estimate}, {free / GB:.1f} GB are free: try {', or '.join(tries)}")

@@ -1,0 +1,101 @@
+"""What a model can be trusted with, found by trying: one small batch at load, in float32.
+
+A wrong layout or head does not fail, it trains on wrong numbers. So each claim is checked against the model's own
+forward of one sequence at a time, and the next simpler way is taken where it does not hold.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo.policy.head import agrees, find_head
+from gspo.policy.layout import LayoutKind, build_layout
+from gspo.policy.model import hidden_states
+from gspo.types import Prompt, Rollout, VersionSpan
+
+logger = logging.getLogger("gspo")
+
+TOLERANCE = 1e-3
+"""Relative to the largest hidden value. Rounding stays below 1e-4; a lost or foreign prompt is far above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """`notes` has one line for each thing that had to fall back."""
+
+    layout: LayoutKind
+    exact_head: bool
+    notes: tuple[str, ...]
+
+
+@torch.no_grad()
+def probe(model: Any, wanted: LayoutKind) -> Findings:
+    """The first layout from `wanted` down that the model computes exactly, and whether its head is understood."""
+    rollouts = _rollouts(model.config.get_text_config().vocab_size)
+    expected, logits = _one_by_one(model, rollouts)
+    notes = []
+    head = find_head(model)
+    exact_head = head is not None and agrees(head, expected, logits)
+    if not exact_head:
+        notes.append(
+            f"{type(model).__name__}: the output head is not understood; full logits are used, which need more memory"
+        )
+    kinds: tuple[LayoutKind, ...] = ("shared", "packed", "padded")
+    kinds = kinds[kinds.index(wanted) :]
+    chosen: LayoutKind = "padded"
+    for kind in kinds[:-1]:
+        if _same(model, rollouts, kind, expected):
+            chosen = kind
+            break
+    if chosen != wanted:
+        notes.append(f"{type(model).__name__}: {wanted} rollouts are not exact for this model; using {chosen}")
+    for note in notes:
+        logger.warning(note)
+    return Findings(chosen, exact_head, tuple(notes))
+
+
+def _rollouts(vocabulary: int) -> list[Rollout]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
+
+    rollouts = []
+    for slot, (prompt_length, lengths) in enumerate([(7, (5, 1, 8)), (4, (3, 6))]):
+        prompt = Prompt(str(slot), "", draw(prompt_length))
+        for sample, length in enumerate(lengths):
+            rollouts.append(
+                Rollout(
+                    prompt=prompt,
+                    slot=slot,
+                    sample=sample,
+                    response_ids=draw(length),
+                    sampler_logprobs=(0.0,) * length,
+                    trainable=(True,) * length,
+                    finish_reason="stop",
+                    policy_version=(VersionSpan(0, 0),),
+                    text="",
+                )
+            )
+    return rollouts
+
+
+def _one_by_one(model: Any, rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
+    """Hidden states [M, D] and the model's own logits [M, V], each sequence in a forward of its own."""
+    hidden, logits = [], []
+    for rollout in rollouts:
+        layout = build_layout([rollout], "padded").to(next(model.parameters()).device)
+        hidden.append(hidden_states(model, layout))
+        logits.append(model(input_ids=layout.input_ids, use_cache=False).logits[0][layout.source])
+    return torch.cat(hidden), torch.cat(logits)
+
+
+def _same(model: Any, rollouts: list[Rollout], kind: LayoutKind, expected: Tensor) -> bool:
+    layout = build_layout(rollouts, kind).to(expected.device)
+    found = hidden_states(model, layout)
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
