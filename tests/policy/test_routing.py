@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from moe_families import FAMILIES, make, tokens
+from tests.policy.moe_families import FAMILIES, make, tokens
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

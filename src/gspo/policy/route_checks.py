@@ -11,8 +11,8 @@ from torch import Tensor
 from gspo.errors import GspoError
 from gspo.policy.moe import MoeLayer
 
-Routes = Mapping[str, Int[Tensor, "N K"]]
-"""Layer name -> expert indices, one row per token of the forward."""
+Routes = Mapping[str, Tensor]
+"""Layer name -> expert indices [N, K] of any integer dtype, one row per token of the forward."""
 
 ROWS_TO_JUDGE = 16
 """With fewer rows, agreement says too little about alignment."""
