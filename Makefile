@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT ?= 0
 UNPINNED := transformers|tokenizers|huggingface_hub|hf-xet|safetensors|trl|peft|accelerate
 
 define create_venv
-	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, found {sys.version.split()[0]}: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or newer is needed, found {sys.version.split()[0]}: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(1)
 endef
 
@@ -32,6 +32,7 @@ setup: .venv/installed
 
 .venv/installed: constraints.txt pyproject.toml
 	$(call create_venv,.venv)
+	@echo "installing the pinned dependencies, once: this takes a few minutes"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev,benchmarks]"
 	touch $@
 
