@@ -5,5 +5,6 @@ from jaxtyping import install_import_hook
 
 install_import_hook("gspo", "beartype.beartype")
 
-hypothesis.settings.register_profile("gspo", deadline=None)  # a busy machine is not a failure
+# No deadline: a busy machine is not a failure.
+hypothesis.settings.register_profile("gspo", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("gspo")

@@ -77,3 +77,59 @@ def grpo(lp, old, adv, mask, low, high, *, sequences=None, dual=None):
     sequences = sequences or max(int((lengths > 0).sum()), 1)
     weight = 1 / np.maximum(lengths, 1) / sequences
     return ppo_tokens(lp, old, adv, mask, low, high, weight, dual=dual)
+
+
+def dr_grpo(lp, old, adv, mask, low, high, *, sequences=None, length=1.0):
+    """Sum over tokens / length, mean over responses."""
+    sequences = sequences or max(int(mask.any(1).sum()), 1)
+    return ppo_tokens(lp, old, adv, mask, low, high, np.full(len(mask), 1 / length / sequences))
+
+
+def dapo(lp, old, adv, mask, low, high, *, tokens=None):
+    """Mean over all tokens."""
+    return ppo_tokens(lp, old, adv, mask, low, high, np.full(len(mask), 1 / (tokens or max(int(mask.sum()), 1))))
+
+
+def cispo(lp, old, adv, mask, low, high):
+    """Clipped weight times log pi, mean over all tokens."""
+    loss, grad = 0.0, np.zeros(lp.shape)
+    for i, t in np.argwhere(mask):
+        w = min(max(math.exp(lp[i, t] - old[i, t]), 1 - low), 1 + high)
+        grad[i, t] = -w * adv[i, t] / mask.sum()
+        loss += grad[i, t] * lp[i, t]
+    return loss, grad
+
+
+def gmpo(lp, old, adv, mask, low, high):
+    """(prod of pessimistically clipped ratios)^(1/|y|) times A, given one advantage a row."""
+    loss, grad = 0.0, np.zeros(lp.shape)
+    sequences = max(int(mask.any(1).sum()), 1)
+    for i in range(len(lp)):
+        tokens = np.flatnonzero(mask[i])
+        if not len(tokens):
+            continue
+        product, live = 1.0, []
+        for t in tokens:
+            w = math.exp(lp[i, t] - old[i, t])
+            kept = min(w, 1 + high) if adv[i] > 0 else max(w, 1 - low)
+            product *= kept
+            live.append(kept == w)
+        value = product ** (1 / len(tokens)) * adv[i] / sequences
+        loss -= value
+        for t, alive in zip(tokens, live, strict=True):
+            grad[i, t] = -value / len(tokens) if alive else 0.0
+    return loss, grad
+
+
+def sapo(lp, old, adv, mask, positive, negative):
+    """Gate 4/tau sigmoid(tau (w - 1)), mean over tokens, then responses."""
+    loss, grad = 0.0, np.zeros(lp.shape)
+    sequences = max(int(mask.any(1).sum()), 1)
+    for i, t in np.argwhere(mask):
+        w, a = math.exp(lp[i, t] - old[i, t]), adv[i, t]
+        tau = positive if a > 0 else negative
+        p = 1 / (1 + math.exp(-tau * (w - 1)))
+        weight = 1 / mask[i].sum() / sequences
+        loss -= 4 / tau * p * a * weight
+        grad[i, t] = -4 * p * (1 - p) * w * a * weight
+    return loss, grad

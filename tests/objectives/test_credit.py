@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.objectives import group_advantages
+from gspo.objectives import group_advantages, turn_advantages
 
 SCALES = ("std", "sample_std", "none")
 
@@ -77,3 +77,47 @@ def test_no_rows_and_unknown_scale() -> None:
 def test_nothing_waits_for_the_device() -> None:
     ids = torch.zeros(4, dtype=torch.int64, device="meta")
     assert group_advantages(torch.zeros(4, device="meta"), ids).is_meta
+
+
+def test_a_step_can_be_right_and_the_next_wrong() -> None:
+    """One response's first step at +0.7, its second at -0.3."""
+    found = turn_advantages(
+        torch.tensor([[1.4, 0.0], [0.0, 0.6]]),
+        torch.tensor([0, 0]),
+        torch.tensor([[0, 0, 1, -1], [0, 1, 1, 1]]),
+        scale="none",
+    )
+    torch.testing.assert_close(found, torch.tensor([[0.7, 0.7, -0.3, 0.0], [-0.7, 0.3, 0.3, 0.3]]))
+
+
+def test_the_baseline_is_that_of_the_same_turn_among_those_who_reached_it() -> None:
+    rewards = torch.tensor([[1.0, 5.0, 9.0], [3.0, 7.0, math.nan], [2.0, math.inf, 1e4], [8.0, 1.0, 0.0]])
+    turns = torch.tensor([[0, 1, 2], [0, 1, -1], [0, -1, -1], [0, 1, 2]])
+    found = turn_advantages(rewards, torch.tensor([4, 4, 4, 9]), turns, scale="none")
+    expected = [[-1.0, -1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+@given(st.integers(0, 1000), st.sampled_from(SCALES), st.sampled_from([0.0, 0.5, 1.0]))
+def test_turns_against_a_loop(seed: int, scale: str, discount: float) -> None:
+    g = np.random.default_rng(seed)
+    rows, most = int(g.integers(1, 7)), int(g.integers(1, 4))
+    rewards, ids = g.integers(-3, 4, (rows, most)).astype(float), g.integers(0, 2, rows)
+    reached = g.integers(1, most + 1, rows)
+    turns = np.array([[t if t < n else -1 for t in (*range(most), 0)] for n in reached])
+    returns = np.array(
+        [
+            [sum(discount ** (j - k) * rewards[i, j] for j in range(k, reached[i])) for k in range(most)]
+            for i in range(rows)
+        ]
+    )
+    found = turn_advantages(*map(torch.tensor, (rewards, ids, turns)), scale=scale, discount=discount).numpy()
+    for i in range(rows):
+        for t, k in enumerate(turns[i]):
+            mates = [returns[j, k] for j in range(rows) if ids[j] == ids[i] and reached[j] > k] if k >= 0 else [0.0]
+            if max(mates) == min(mates):
+                assert found[i, t] == 0
+                continue
+            spread = {"none": 1.0, "std": np.std(mates), "sample_std": np.std(mates, ddof=1)}[scale]
+            expected = (returns[i, k] - np.mean(mates)) / spread
+            assert found[i, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.objectives import kl_k3, sequence_log_ratio, token_log_ratio
@@ -95,7 +95,6 @@ def test_an_infinite_log_prob_at_a_trainable_token_is_not_hidden() -> None:
     assert saturate(torch.tensor([math.inf, -math.inf, math.nan])).isnan().all()
 
 
-@settings(max_examples=50)
 @given(st.floats(-6, 6))
 def test_k3_value_and_gradient(delta: float) -> None:
     logprobs = torch.tensor([[-1.0 + delta, -math.inf]]).requires_grad_()

@@ -22,8 +22,8 @@ class Band:
     """Ratios in [1 - low, 1 + high] are left alone.
 
     `low` = 1 and `high` = inf mean no bound on that side. `dual`, a ratio above 1 + high, bounds the side that
-    the pessimistic surrogate leaves open, large ratios at negative advantages (dual clip, arXiv 1912.09729
-    eq. 5, where it is called c); None leaves it open.
+    the pessimistic surrogate leaves open, large ratios at negative advantages (dual clip, arXiv
+    1912.09729, where it is called c); None leaves it open.
     """
 
     low: float

@@ -47,3 +47,35 @@ def group_advantages(
 def _check_scale(scale: str) -> None:
     if scale not in ("std", "sample_std", "none"):
         raise ValueError(f'scale = "{scale}": must be "std", "sample_std" or "none"')
+
+
+def turn_advantages(
+    rewards: Float[Tensor, "B S"],
+    group_ids: Int[Tensor, "B"],
+    turns: Int[Tensor, "B T"],
+    *,
+    scale: Scale = "std",
+    discount: float = 0.0,
+) -> Float[Tensor, "B T"]:
+    """Advantage of each token from rewards per turn, for `gspo_token_loss`.
+
+    `rewards[i, k]` is that of turn k (of at most S) of response i; `turns` gives each token its turn, from 0 on,
+    and a negative number to tokens of no turn, which get 0. A turn that no token belongs to does not exist: its
+    reward is ignored, whatever it is, and it is in nobody's baseline.
+
+    The return of a turn is its reward plus `discount` times the return of the next one: its own reward alone at
+    0, the sum of all rewards to come at 1. Returns are compared with those of the same turn in the other
+    responses of the group, as in `group_advantages`: a turn that only one response reached gets 0.
+    """
+    rows, count = rewards.shape
+    at = turns.clamp(min=0)
+    exists = torch.zeros(rewards.shape, dtype=torch.int64, device=turns.device)
+    exists = exists.scatter_add(1, at, (turns >= 0).long()) > 0
+    returns = torch.where(exists, rewards.detach().double(), 0.0)
+    for turn in reversed(range(count - 1)):
+        returns[:, turn] += discount * returns[:, turn + 1]
+    own_group = torch.arange(rows * count, device=turns.device).view(rows, count) + rows * count
+    same_turn = dense_ids(group_ids)[:, None] * count + torch.arange(count, device=turns.device)
+    keys = torch.where(exists, same_turn, own_group)
+    by_turn = group_advantages(returns.flatten(), keys.flatten(), scale=scale).view(rows, count)
+    return torch.where(turns >= 0, by_turn.gather(1, at), 0.0)

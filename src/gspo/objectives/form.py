@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -41,6 +41,7 @@ class ObjectiveOutput:
     log_ratios: Float[Tensor, "B"] | Float[Tensor, "B T"]
 
 
+@runtime_checkable
 class Loss(Protocol):
     """What every objective can be called as."""
 

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gspo.objectives.clipping import Band, clip_flags, clipped_surrogate, ratio_of
-from gspo.objectives.form import ObjectiveOutput, Totals, check_inputs, mean_of_rows, sequence_mean
+from gspo.objectives.form import Inputs, ObjectiveOutput, Totals, check_inputs, mean_of_rows, sequence_mean
 from gspo.objectives.ratios import row_mean, span_mean
-from gspo.objectives.stats import collect_stats
+from gspo.objectives.stats import ObjectiveStats, collect_stats
 
 
 def gspo_loss(
@@ -106,11 +106,16 @@ def grpo_loss(
     Source: GRPO (arXiv 2402.03300) eq. 3 without its KL term; the default clip range is that of the GSPO
     paper's GRPO runs (arXiv 2507.18071, section 5.1).
     """
-    band = Band(clip_low, clip_high, dual_clip)
     inputs = check_inputs(logprobs, old_logprobs, advantages, mask, per_token=True)
+    terms, stats, log_ratios = clipped_tokens(inputs, Band(clip_low, clip_high, dual_clip))
+    return ObjectiveOutput(-sequence_mean(terms, mask, totals), stats, log_ratios)
+
+
+def clipped_tokens(inputs: Inputs, band: Band) -> tuple[Tensor, ObjectiveStats, Tensor]:
+    """(min(w_t A, clip(w_t) A) [B, T], its counts, the log-ratios): what GRPO and its kin average each in its way."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     seen = log_ratio.detach()
     flags = clip_flags(seen, inputs.token_advantages, band)
     terms = clipped_surrogate(ratio_of(log_ratio), inputs.token_advantages, flags, band)
-    stats = collect_stats(seen, row_mean(seen, mask), inputs.advantages, mask, flags, token_units=True)
-    return ObjectiveOutput(-sequence_mean(terms, mask, totals), stats, seen)
+    mean = row_mean(seen, inputs.mask)
+    return terms, collect_stats(seen, mean, inputs.advantages, inputs.mask, flags, token_units=True), seen

@@ -130,7 +130,7 @@ def collect_stats(
         tokens=mask.sum(),
         units=mask.sum() if token_units else by_sequence.total.sum(),
         saturated=beyond.sum() if token_units else (beyond.sum(-1) > 0).sum(),
-        log_ratio_sum=torch.where(rows, sequence_log_ratios, 0).sum().double(),
+        log_ratio_sum=torch.where(rows, sequence_log_ratios, 0).double().sum(),
         by_sequence=by_sequence,
         by_token=by_token,
     )
