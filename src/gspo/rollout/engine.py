@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from gspo.types import Request, Rollout, Sampling
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Draws responses and takes new weights. An engine never sees the trained model."""
 

@@ -1,0 +1,109 @@
+"""The folder of a run: what lies where."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from gspo.config import Config, build_config
+from gspo.errors import BadInputError
+from gspo.reporting.files import write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """A run on disk.
+
+    config.json                      the resolved config
+    metrics.jsonl                    a line a step: each metric, with its sum and denominator
+    timings.jsonl                    a line a step: seconds, tokens per second, peak memory (not reproducible)
+    evaluations.jsonl                a line an evaluation
+    rollouts/step-000001.jsonl.zst   every rollout of a step; beside it the routes, where there are any
+    evaluations/step-000001.jsonl.zst
+    checkpoints/
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: Config, *, default_name: str = "run") -> RunFolder:
+        """Makes the folder of a new run and writes its config.
+
+        The name is `run.name`, or `default_name` and the time. Raises BadInputError where that is taken.
+        """
+        path = _free_folder(config, default_name)
+        run = cls(path)
+        run.rollouts.mkdir(parents=True)
+        run.checkpoints.mkdir()
+        write_atomically(run.config_file, config.model_dump_json(indent=2).encode() + b"\n")
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        """The folder of a run that was started before. Raises BadInputError if it is none."""
+        if not cls.is_run(path):
+            raise BadInputError(f"{path}: not the folder of a run (no config.json and checkpoints/ in it)")
+        return cls(path)
+
+    @classmethod
+    def is_run(cls, path: Path) -> bool:
+        """Whether a folder is that of a run, not that of a model (which has a config.json of its own)."""
+        run = cls(path)
+        if not (run.config_file.is_file() and run.checkpoints.is_dir()):
+            return False
+        try:
+            content = json.loads(run.config_file.read_bytes())
+        except ValueError:
+            return False
+        return isinstance(content, dict) and {"run", "task", "objective"} <= set(content)
+
+    def read_config(self, overrides: dict[str, str] | None = None) -> Config:
+        """The config that the run was started with, with `section.key -> text` changes."""
+        return build_config(json.loads(self.config_file.read_bytes()), overrides, source=str(self.config_file))
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings_file(self) -> Path:
+        return self.path / "timings.jsonl"
+
+    @property
+    def evaluations_file(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def rollout_file(self, step: int) -> Path:
+        """The rollouts that step `step` trains on."""
+        return self.rollouts / f"step-{step:06d}.jsonl.zst"
+
+    def evaluation_file(self, step: int) -> Path:
+        """The rollouts of the evaluation after step `step` (0: before the first)."""
+        return self.path / "evaluations" / f"step-{step:06d}.jsonl.zst"
+
+
+def _free_folder(config: Config, default_name: str) -> Path:
+    if config.run.name is not None:
+        path = config.run.dir / config.run.name
+        if path.exists():
+            raise BadInputError(f"run.name: {path} exists; choose another name, or go on with --resume {path}")
+        return path
+    stem = re.sub(r"[^\w.-]+", "-", default_name)
+    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [config.run.dir / name, *(config.run.dir / f"{name}-{i}" for i in range(2, 100))]
+    return next(path for path in candidates if not path.exists())

@@ -1,0 +1,45 @@
+"""A run's folder is made once, found again, and told from a model's."""
+
+from pathlib import Path
+
+import pytest
+
+from gspo.config import Config, build_config
+from gspo.errors import BadInputError
+from gspo.reporting.run_folder import RunFolder
+
+
+def config(tmp_path: Path, name: str | None = None) -> Config:
+    settings = {"model": {"path": "m"}, "task": {"kind": "reasoning_gym", "name": "chain_sum"}}
+    run = {"dir": str(tmp_path / "runs"), "seed": 7} | ({"name": name} if name else {})
+    return build_config(settings | {"run": run})
+
+
+def test_the_resolved_config_comes_back_equal(tmp_path: Path) -> None:
+    original = config(tmp_path, "first")
+    run = RunFolder.create(original)
+    assert run.path == tmp_path / "runs" / "first"
+    assert RunFolder.open(run.path).read_config() == original
+    assert run.read_config({"training.steps": "5"}).training.steps == 5
+
+
+def test_a_taken_name_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
+    RunFolder.create(config(tmp_path, "first"))
+    with pytest.raises(BadInputError, match=r"run\.name: .*first exists; .*--resume .*first"):
+        RunFolder.create(config(tmp_path, "first"))
+
+
+def test_unnamed_runs_never_share_a_folder(tmp_path: Path) -> None:
+    runs = [RunFolder.create(config(tmp_path), default_name="my config") for _ in range(3)]
+    assert len({run.path for run in runs}) == 3
+    assert all(run.path.name.startswith("my-config-") for run in runs)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "llama"}'])
+def test_a_folder_of_a_model_is_no_run(tmp_path: Path, content: str | None) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    assert not RunFolder.is_run(tmp_path)
+    with pytest.raises(BadInputError, match="not the folder of a run"):
+        RunFolder.open(tmp_path)
