@@ -1,0 +1,182 @@
+"""From rollouts to scored rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+from gspo.config import RewardConfig, RewardFunctionConfig
+from gspo.errors import BadInputError
+from gspo.rewards.callers import Caller, ProcessCaller, ThreadCaller
+from gspo.rewards.calls import BUILT_IN, Arguments, LostCallError, MisuseError, RewardError, RewardFunction
+from gspo.rewards.guard import Failure, Outcome, score_guarded
+from gspo.types import Rollout
+
+TRIAL_TEXT = "The answer is 0."
+
+
+@runtime_checkable
+class Question(Protocol):
+    """What a trial call needs of a row or a prompt."""
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """Text, or chat messages."""
+
+    @property
+    def columns(self) -> Mapping[str, Any]:
+        """What goes to the reward functions."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scorer:
+    name: str
+    weight: float
+    caller: Caller
+    together: bool
+
+    def score(self, arguments: Arguments, seconds: float) -> list[Outcome]:
+        return score_guarded(self.caller, arguments, seconds, together=self.together)
+
+
+class RewardRunner:
+    """Calls the reward functions of a run. Close it at the end: worker processes belong to it.
+
+    The functions are those of `config` and, with weight 1, the Python callables `functions`; without either,
+    `default` (the task's own verifier). `names` are the keys of `Rollout.rewards`.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        default: RewardFunctionConfig | None = None,
+        functions: Sequence[RewardFunction] = (),
+    ) -> None:
+        named = list(config.functions) or ([default] if default is not None and not functions else [])
+        if not named and not functions:
+            raise BadInputError(
+                "reward.functions: none given, and this kind of task brings no verifier along; "
+                f"give one of {', '.join(BUILT_IN)} or package.module:function"
+            )
+        self._seconds = config.time_limit
+        self._scorers: list[_Scorer] = []
+        for entry in named:
+            parameters = entry.parameters
+            if default is not None and entry.function == default.function:
+                parameters = {**default.parameters, **parameters}
+            # A built-in verifier judges each rollout alone, so that each has the time limit to itself.
+            together = entry.function not in BUILT_IN
+            self._add(entry.function, entry.weight, ProcessCaller(entry.function, parameters), together)
+        for function in functions:
+            self._add(getattr(function, "__name__", type(function).__name__), 1.0, ThreadCaller(function), True)
+
+    @property
+    def names(self) -> list[str]:
+        """One name per function, in order, none twice."""
+        return [scorer.name for scorer in self._scorers]
+
+    def validate(self, questions: Iterable[Question]) -> list[str]:
+        """Calls every function once on two made-up responses, before a run spends anything.
+
+        Raises BadInputError if a function does not import, lacks a column, does not return in time, or returns
+        something other than one number or None per response. Returns what deserves a warning: a function that
+        raised (it may do so on a made-up response alone).
+        """
+        pair = [question for _, question in zip(range(2), questions, strict=False)]
+        pair = pair * 2 if len(pair) == 1 else pair
+        arguments = _arguments(pair, [TRIAL_TEXT] * len(pair), [[] for _ in pair])
+        warnings = []
+        for scorer in self._scorers:
+            try:
+                scorer.caller.call(arguments, self._seconds)
+            except (MisuseError, LostCallError) as error:
+                reason = str(error).removeprefix("reward.functions: ")
+                raise BadInputError(f"reward.functions: {scorer.name}: {reason} (trial call on two rows)") from None
+            except RewardError as error:
+                warnings.append(f"reward.functions: {scorer.name}: {error}, in a trial call on a made-up response")
+        return warnings
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts with `reward` (the weighted sum of the functions that apply) and `rewards` (each, unweighted).
+
+        One on which a function failed, or to which none applies, comes back with `dropped` saying why and no
+        reward. One that was dropped before is left as it is. Never raises for what a function does.
+        """
+        kept = [rollout for rollout in rollouts if rollout.dropped is None]
+        if not kept:
+            return list(rollouts)
+        arguments = _arguments(
+            [rollout.prompt for rollout in kept],
+            [rollout.text for rollout in kept],
+            [list(rollout.response_ids) for rollout in kept],
+        )
+        with ThreadPoolExecutor(len(self._scorers)) as pool:
+            columns = list(pool.map(lambda scorer: scorer.score(arguments, self._seconds), self._scorers))
+        scored = iter([self._combine(*row) for row in zip(kept, *columns, strict=True)])
+        return [next(scored) if rollout.dropped is None else rollout for rollout in rollouts]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        for scorer in self._scorers:
+            scorer.caller.close()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _add(self, path: str, weight: float, caller: Caller, together: bool) -> None:
+        base = path.rpartition(":")[2]
+        name, number = base, 1
+        while name in self.names:
+            number += 1
+            name = f"{base}_{number}"
+        self._scorers.append(_Scorer(name, weight, caller, together))
+
+    def _combine(self, rollout: Rollout, *outcomes: Outcome) -> Rollout:
+        rewards: dict[str, float | None] = {}
+        failures = []
+        for scorer, outcome in zip(self._scorers, outcomes, strict=True):
+            if isinstance(outcome, Failure):
+                failures.append(f"reward {scorer.name}: {outcome.reason}")
+            else:
+                rewards[scorer.name] = outcome
+        applied = [s.weight * value for s in self._scorers if (value := rewards.get(s.name)) is not None]
+        if not failures and not applied:
+            failures.append("no reward function applies to it (None from all)")
+        total = sum(applied)
+        if not failures and not math.isfinite(total):
+            failures.append(f"its weighted rewards sum to {total}")
+        if failures:
+            return dataclasses.replace(rollout, reward=None, rewards=rewards, dropped="; ".join(failures))
+        return dataclasses.replace(rollout, reward=total, rewards=rewards)
+
+
+def penalize_truncated(rollouts: Iterable[Rollout], penalty: float) -> list[Rollout]:
+    """Rollouts cut at the token limit with `penalty` taken off their reward; the others as they are."""
+    return [
+        dataclasses.replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r
+        for r in rollouts
+    ]
+
+
+def _arguments(
+    questions: Sequence[Question], texts: Sequence[str], ids: Sequence[list[int]]
+) -> dict[str, Sequence[Any]]:
+    """The columns of all questions (None where one lacks a column), then what names the responses themselves."""
+    names = dict.fromkeys(name for question in questions for name in question.columns)
+    columns: dict[str, Sequence[Any]] = {name: [q.columns.get(name) for q in questions] for name in names}
+    completions = [
+        text if isinstance(question.content, str) else [{"role": "assistant", "content": text}]
+        for question, text in zip(questions, texts, strict=True)
+    ]
+    prompts = [question.content for question in questions]
+    return {**columns, "prompts": prompts, "completions": completions, "completion_ids": list(ids)}
