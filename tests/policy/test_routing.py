@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gspo.errors import BadInputError
+from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.moe import moe_layers
 from gspo.policy.routing import RoutingError, record_routing, replay_routing
 
@@ -209,7 +210,7 @@ def test_activation_checkpointing_replays_twice(family):
     with replay_routing(plain, forced, min_agreement=None):
         expected = gradients(plain, ids)
     model = make(family).train()
-    model.gradient_checkpointing_enable()
+    enable_activation_checkpointing(model)
     with replay_routing(model, forced, min_agreement=None) as proof:
         found = gradients(model, ids)
     assert set(proof.forwards.values()) == set(proof.recomputes.values()) == {1}
@@ -220,7 +221,7 @@ def test_activation_checkpointing_replays_twice(family):
 def test_checkpointed_backward_after_the_replay_raises():
     model, ids = make("qwen3_moe").train(), tokens()
     routes, _ = record(model, ids)
-    model.gradient_checkpointing_enable()
+    enable_activation_checkpointing(model)
     with replay_routing(model, routes):
         loss = model(ids).logits.mean()
     with pytest.raises(RoutingError, match="after the replay had ended"):
@@ -229,7 +230,7 @@ def test_checkpointed_backward_after_the_replay_raises():
 
 def test_recompute_does_not_overwrite_a_record():
     model, ids = make("qwen3_moe").train(), tokens()
-    model.gradient_checkpointing_enable()
+    enable_activation_checkpointing(model)
     with record_routing(model) as routes:
         loss = model(ids).logits.mean()
         first = dict(routes)

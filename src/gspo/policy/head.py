@@ -27,7 +27,7 @@ class Support:
     """The tokens that truncated sampling kept, for each scored token: `ids[offsets[m] : offsets[m + 1]]`."""
 
     ids: Int[Tensor, "kept"]
-    offsets: Int[Tensor, "M+1"]
+    offsets: Int[Tensor, "boundaries"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,9 @@ def enable_activation_checkpointing(model: Any) -> None:
         raise BadInputError(
             f"model.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
         )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # Newer releases of transformers rename the method and warn about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     model.train()
 
 
