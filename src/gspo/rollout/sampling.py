@@ -1,0 +1,93 @@
+"""From logits to drawn tokens: keyed noise, the sampled distribution, and its log-probs."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gspo.types import Sampling
+
+_BLOCK = 256
+
+
+def uniforms(seed: int, step: int, slot: int, sample: int, count: int) -> NDArray[np.float64]:
+    """The noise of one response: entry t in [0, 1) draws its token at position t.
+
+    The stream is named by its arguments alone (Philox, a counter-based generator), and a longer one begins
+    with the shorter: neither the order of execution nor `count` changes what a position gets.
+    """
+    key = np.random.SeedSequence((seed, step, slot, sample))
+    return np.random.Generator(np.random.Philox(key)).random(count)
+
+
+def draw(
+    logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"], sampling: Sampling
+) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
+    """One token per row, and its float32 log-prob in the distribution that it was drawn from.
+
+    The distribution is softmax(logits / temperature) restricted by top-k, top-p and min-p, in that order, and
+    renormalised. At temperature 0 the most likely token is taken; a point mass has log-prob 0 whatever the
+    model thinks, so what is reported is the model's own at temperature 1. Rows with NaN or +inf among their
+    logits get a non-finite log-prob.
+    """
+    logits = logits.float()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, _log_softmax_at(logits, tokens)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.truncated:
+        logits = truncate(logits, sampling)
+    return _inverse_cdf(logits, noise)
+
+
+def truncate(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
+    """Tokens outside the kept support set to -inf; the most likely token is always kept."""
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        before = probs.cumsum(-1) - probs
+        dropped = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    if sampling.min_p > 0:
+        floor = logits.amax(-1, keepdim=True) + float(np.log(sampling.min_p))
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    return logits
+
+
+def _log_softmax_at(logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def _inverse_cdf(
+    logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"]
+) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
+    """The first token at which the cumulated probability exceeds the noise.
+
+    One exponential per logit serves the normaliser and the search. The search goes through the sums of blocks
+    first, then through one block: cumulating the whole vocabulary would cost more than the softmax, and lose
+    the digits that a block keeps.
+    """
+    rows, size = logits.shape
+    peak = logits.amax(-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    weights = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    ends = weights.sum(-1).double().cumsum(-1)
+    total = ends[:, -1:]
+    # A target below the last sum, and a remainder below the block's, keep rounding from pointing past the end
+    # or at a token of probability zero.
+    target = torch.minimum(noise.to(ends)[:, None] * total, total * (1 - 1e-15))
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
+    start = torch.where(block > 0, ends.gather(-1, (block - 1).clamp_(min=0)), 0.0)
+    inside = weights.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    rest = torch.minimum(target - start, inside[:, -1:] * (1 - 1e-15))
+    offset = torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1)
+    tokens = (block * _BLOCK + offset).clamp_(max=size - 1)
+    logprobs = (logits - peak).gather(-1, tokens) - total.log()
+    return tokens[:, 0], logprobs[:, 0].float()

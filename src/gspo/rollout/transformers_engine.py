@@ -1,0 +1,264 @@
+"""The embedded engine: `transformers` in this process, on the policy's own weights."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from gspo.errors import BadInputError
+from gspo.rollout.decoding import Decoder, Prefix, choose_decoder, float32_head
+from gspo.rollout.sampling import draw, uniforms
+from gspo.rollout.text import StopStrings, decode
+from gspo.types import FinishReason, Prompt, Request, Rollout, Sampling, VersionSpan
+
+
+@dataclass(slots=True)
+class _Row:
+    """One response in the making."""
+
+    prompt: Prompt
+    slot: int
+    sample: int
+    noise: NDArray[np.float64]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: FinishReason | None = None
+    dropped: str | None = None
+
+
+class TransformersEngine:
+    """Samples from the policy's own weights object: no copy, and nothing to do when they change.
+
+    Each prompt is computed once for its samples. Rows that finish leave the batch at once and waiting ones take
+    their place, up to `max_concurrent`: no padding is generated. Keys and values live as long as a call, so that
+    none outlives the weights it came from. `autocast_dtype` runs the forward passes in that type.
+
+    Text leaves out special tokens; stop strings are looked for in the text.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_concurrent: int,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_concurrent = max_concurrent
+        self.autocast_dtype = autocast_dtype
+        self.version = 0
+        self._make_decoder: Callable[[int], Decoder] | None = None
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
+        """See `Engine.generate`. Greedy responses carry the model's own log-probs, at temperature 1.
+
+        A response ends where the prompt and it fill the model's context, with finish reason `length`; a prompt
+        that leaves no room, or an empty one, comes back as `error`.
+
+        Raises BadInputError for an empty stop string or `max_tokens` below 1.
+        """
+        _check(sampling)
+        jobs, rollouts = [], []
+        for request in requests:
+            problem = self._problem(request.prompt)
+            rows = list(self._rows(request, sampling))
+            if problem is None:
+                jobs.append(rows)
+            for row in rows if problem else ():
+                row.finish, row.dropped = "error", problem
+                rollouts.append(self._rollout(row))
+        with _scoring(self.model), self._autocast():
+            rollouts += [self._rollout(row) for row in self._finished(jobs, sampling)]
+        return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
+
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
+        """The weights are the policy's own and have changed already: only the version is noted."""
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def _problem(self, prompt: Prompt) -> str | None:
+        if not prompt.ids:
+            return "empty prompt: there is no token to continue"
+        if (context := self._context()) is not None and len(prompt.ids) >= context:
+            return f"prompt of {len(prompt.ids)} tokens leaves no room in a context of {context}"
+        return None
+
+    def _context(self) -> int | None:
+        config = self.model.config.get_text_config(decoder=True)
+        context: int | None = getattr(config, "max_position_embeddings", None)
+        return context
+
+    def _rows(self, request: Request, sampling: Sampling) -> Iterator[_Row]:
+        room = (self._context() or math.inf) - len(request.prompt.ids)
+        count = max(0, int(min(sampling.max_tokens, room)))
+        for sample in range(request.first_sample, request.first_sample + request.samples):
+            noise = uniforms(sampling.seed, request.step, request.slot, sample, count)
+            yield _Row(request.prompt, request.slot, sample, noise)
+
+    def _finished(self, jobs: list[list[_Row]], sampling: Sampling) -> Iterator[_Row]:
+        """Runs all rows; yields each as it finishes.
+
+        Long prompts go first: neighbours in the queue are then of like length, and later rows fit into the
+        columns of earlier ones.
+        """
+        if self._make_decoder is None:
+            self._make_decoder = choose_decoder(self.model)
+        places = min(self.max_concurrent, sum(map(len, jobs)))
+        queue = _Queue(self._make_decoder(places), jobs, places)
+        stops = StopStrings(self.tokenizer, sampling.stop)
+        rows: list[_Row] = []
+        logits: Tensor | None = None
+        while rows or queue:
+            new, fresh = queue.admit(len(rows))
+            rows += new
+            logits = torch.cat([x for x in (logits, *fresh) if x is not None])
+            tokens, logprobs = _draw(logits, rows, sampling)
+            for row, (token, logprob) in zip(rows, _fetch(tokens, logprobs), strict=True):
+                self._extend(row, token, logprob, sampling, stops)
+            yield from (row for row in rows if row.finish)
+            kept = _compact([row.finish is None for row in rows])
+            if kept != list(range(len(rows))):
+                queue.decoder.keep(kept)
+                tokens = tokens[torch.tensor(kept, dtype=torch.long, device=tokens.device)]
+                rows = [rows[i] for i in kept]
+            logits = queue.decoder.step(tokens) if rows else None
+
+    def _extend(self, row: _Row, token: int, logprob: float, sampling: Sampling, stops: StopStrings) -> None:
+        """Appends a drawn token and decides whether it is the last."""
+        if not math.isfinite(logprob):
+            row.finish, row.dropped = "error", f"log-probs are not finite at response token {len(row.ids)}"
+            return
+        row.ids.append(token)
+        row.logprobs.append(logprob)
+        if token in sampling.eos_ids:
+            row.finish, row.text = "stop", decode(self.tokenizer, row.ids[:-1])
+        elif (text := stops.cut(row.ids)) is not None:
+            row.finish, row.text = "stop", text
+        elif len(row.ids) == len(row.noise):
+            row.finish, row.text = "length", decode(self.tokenizer, row.ids)
+
+    def _rollout(self, row: _Row) -> Rollout:
+        failed = row.finish == "error"
+        ids = () if failed else tuple(row.ids)
+        assert row.finish is not None
+        return Rollout(
+            prompt=row.prompt,
+            slot=row.slot,
+            sample=row.sample,
+            response_ids=ids,
+            sampler_logprobs=() if failed else tuple(row.logprobs),
+            trainable=(True,) * len(ids),
+            finish_reason=row.finish,
+            policy_version=(VersionSpan(0, self.version),),
+            text=row.text,
+            dropped=row.dropped,
+        )
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """One context for the whole call, so that weights are cast once and not once a step; logits in float32."""
+        if self.autocast_dtype is None:
+            yield
+            return
+        device = next(self.model.parameters()).device.type
+        with torch.autocast(device, self.autocast_dtype), float32_head(self.model, device):
+            yield
+        torch.clear_autocast_cache()
+
+
+class _Queue:
+    """Prompts that wait, and those that are prefilled and wait for room."""
+
+    def __init__(self, decoder: Decoder, jobs: list[list[_Row]], max_concurrent: int) -> None:
+        self.decoder = decoder
+        self.max_concurrent = max_concurrent
+        self.waiting = deque(sorted((job for job in jobs if job), key=lambda job: -len(job[0].prompt.ids)))
+        self.ready: deque[tuple[Prefix, deque[_Row]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.ready)
+
+    def admit(self, running: int) -> tuple[list[_Row], list[Tensor]]:
+        """Rows that enter now, and for each prompt the logits [rows, V] of their first tokens."""
+        rows: list[_Row] = []
+        logits: list[Tensor] = []
+        while len(self) and (room := self.max_concurrent - running - len(rows)) > 0:
+            if not self.ready:
+                self._prefill(room)
+            prefix, samples = self.ready[0]
+            if not self.decoder.admits(prefix):
+                break
+            count = min(room, len(samples))
+            self.decoder.admit(prefix, count)
+            rows += [samples.popleft() for _ in range(count)]
+            logits.append(prefix.logits.expand(count, -1))
+            if not samples:
+                self.ready.popleft()
+        return rows, logits
+
+    def _prefill(self, room: int) -> None:
+        """The prompts whose samples fill the room."""
+        wanted, samples = 0, 0
+        while wanted < len(self.waiting) and samples < room:
+            samples += len(self.waiting[wanted])
+            wanted += 1
+        lengths = [len(self.waiting[i][0].prompt.ids) for i in range(wanted)]
+        wave = [self.waiting.popleft() for _ in range(self.decoder.wave(lengths))]
+        prefixes = self.decoder.prefill([job[0].prompt.ids for job in wave])
+        self.ready.extend((prefix, deque(job)) for prefix, job in zip(prefixes, wave, strict=True))
+
+
+def _draw(logits: Tensor, rows: list[_Row], sampling: Sampling) -> tuple[Tensor, Tensor]:
+    noise = torch.tensor([row.noise[len(row.ids)] for row in rows], dtype=torch.float64)
+    return draw(logits, noise.to(logits.device, non_blocking=True), sampling)
+
+
+def _fetch(tokens: Tensor, logprobs: Tensor) -> list[tuple[int, float]]:
+    """Tokens and log-probs on the host, in one transfer (float64 holds every id exactly)."""
+    pairs = torch.stack([tokens.double(), logprobs.double()]).tolist()
+    return [(int(token), logprob) for token, logprob in zip(*pairs, strict=True)]
+
+
+def _compact(alive: Sequence[bool]) -> list[int]:
+    """Which row each place takes so that the living fill the front: the last ones move into the gaps."""
+    count = sum(alive)
+    movers = iter([i for i in range(len(alive) - 1, count - 1, -1) if alive[i]])
+    return [i if alive[i] else next(movers) for i in range(count)]
+
+
+@contextmanager
+def _scoring(model: nn.Module) -> Iterator[None]:
+    """Dropout off, no gradients, every module's training flag as found afterwards.
+
+    Not inference mode: what a module caches of its own (a rotary embedding's frequencies) would then be an
+    inference tensor, which the next training step could not use.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _check(sampling: Sampling) -> None:
+    if "" in sampling.stop:
+        raise BadInputError('sampling.stop: found the empty string "", which every text contains; remove it')
+    if sampling.max_tokens < 1:
+        raise BadInputError(f"sampling.max_tokens: found {sampling.max_tokens}; at least 1 is needed")
