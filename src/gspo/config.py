@@ -270,7 +270,7 @@ class TrainingConfig(Section):
     )
     epochs: Positive = Field(1, description="Passes over each rollout batch.")
     micro_batch_tokens: Positive = Field(
-        16384,
+        8192,
         description="Tokens that one forward and backward pass holds in memory; never visible in the numbers.",
     )
 

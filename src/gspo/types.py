@@ -9,11 +9,12 @@ Shape legend, used in annotations and docstrings throughout:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -94,8 +95,8 @@ class Rollout:
 
     `response_ids`, `sampler_logprobs` and `trainable` have one entry per response token; `trainable` is
     False for tokens that the policy did not sample (an environment's, a tool's), whose log-prob is 0.
-    `slot` and `sample` place it in the step; `routes` maps a router's name to the experts [n, K] chosen for
-    the fed response tokens (all but the last).
+    `slot` and `sample` place it in the step; `routes` maps a router's name to the experts [n, K] that it chose
+    for the n fed tokens: the prompt's, then the response's but for its last.
 
     >>> r = Rollout(prompt=Prompt("k", "hi", (5,)), slot=0, sample=0, response_ids=(7, 2),
     ...             sampler_logprobs=(-0.5, -0.1), trainable=(True, True), finish_reason="stop",
@@ -152,3 +153,19 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.rollouts)
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, in that order, cut to the longest of their responses."""
+        width = max((len(self.rollouts[i].response_ids) for i in rows), default=0)
+        index = torch.tensor(rows, dtype=torch.long, device=self.mask.device)
+        chosen = self._map(lambda tensor: tensor[index] if tensor.ndim == 1 else tensor[index, :width])
+        return replace(chosen, rollouts=[self.rollouts[i] for i in rows])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device`."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        mapped: dict[str, Any] = {name: function(v) if isinstance(v, Tensor) else v for name, v in values.items()}
+        return Batch(**mapped)

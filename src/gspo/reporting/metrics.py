@@ -68,6 +68,7 @@ METRICS: Mapping[str, str] = {
     "optimizer/gradient_norm": "Norm of the gradient before it is clipped, mean over the updates of the step.",
     "optimizer/learning_rate": "Learning rate of the step's last update.",
     "optimizer/updates": "Updates made in the step.",
+    "optimizer/non_finite": "Updates that were not made because their gradient was not finite.",
     "optimizer/skipped": "Mini-batches skipped because no advantage in them differs from 0.",
     "evaluation/accuracy": "Correct responses over all, mean over held-out prompts (pass@1).",
     "evaluation/pass_at_<k>": "Chance that one of k responses is correct, unbiased estimate, mean over prompts.",

@@ -1,0 +1,152 @@
+"""One rollout batch in, several optimizer updates out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo.config import Config
+from gspo.distributed.world import World
+from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
+from gspo.policy.layout import TokenLayout
+from gspo.policy.model import Policy
+from gspo.training.optimizer import learning_rate, make_optimizer
+from gspo.training.update_metrics import UpdateMetrics
+from gspo.types import Batch, Scores
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """What one forward and backward pass holds, and its log-probs under the old and the reference policy."""
+
+    batch: Batch
+    layout: TokenLayout
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """The rollouts of one optimizer update, with the denominators of its loss."""
+
+    number: int
+    micro_batches: list[MicroBatch]
+    totals: Totals
+
+
+class Learner:
+    """The policy, its optimizer, and the update (paper, eq. 5).
+
+    `version` counts the optimizer updates made so far. An update with a non-finite gradient is not made; it is
+    counted in the metrics.
+    """
+
+    def __init__(self, policy: Policy, config: Config, *, world: World) -> None:
+        self.policy = policy
+        self.config = config
+        self.world = world
+        self.version = 0
+        self._parameters = [parameter for _, parameter in policy.trainable_parameters()]
+        self.optimizer = make_optimizer(policy.trainable_parameters(), config.optimizer)
+        self._objective = LOSSES[config.objective.name]
+        chosen = {"clip_low": config.objective.clip_low, "clip_high": config.objective.clip_high}
+        self._clip_range = {name: value for name, value in chosen.items() if value is not None}
+
+    def prepare(self, batch: Batch, metrics: UpdateMetrics) -> list[MiniBatch]:
+        """Cuts the batch, drops mini-batches that cannot move the policy, and scores the rest before any update.
+
+        The first mini-batch is updated at the very weights that define its old policy, so its old log-probs are
+        those of its own update pass and it is not scored here.
+        """
+        minibatches = [m for m in self._cut(batch) if self._has_effect(m)]
+        metrics.skipped = self.config.training.minibatches - len(minibatches)
+        if self.config.likelihoods.old == "recompute":
+            for micro in _micro_batches(minibatches[1:]):
+                scores = self.policy.score(micro.layout, temperature=self.config.rollout.temperature, entropy=False)
+                micro.batch.old_logprobs = scores.logprobs
+                metrics.mismatch(scores, micro.batch)
+        else:
+            for micro in _micro_batches(minibatches):
+                micro.batch.old_logprobs = micro.batch.sampler_logprobs
+        if self.config.objective.kl_weight > 0:
+            for micro in _micro_batches(minibatches):
+                reference = self.policy.reference(micro.layout, temperature=self.config.rollout.temperature)
+                micro.batch.reference_logprobs = reference.logprobs
+        return minibatches
+
+    def update(self, step: int, minibatches: list[MiniBatch], metrics: UpdateMetrics) -> None:
+        """One optimizer update per mini-batch and epoch; `step` counts rollout batches from 1."""
+        training = self.config.training
+        total = training.steps * training.epochs * training.minibatches
+        for epoch in range(training.epochs):
+            for minibatch in minibatches:
+                place = ((step - 1) * training.epochs + epoch) * training.minibatches + minibatch.number
+                rate = learning_rate(self.config.optimizer, place, total)
+                fresh = epoch == 0 and minibatch is minibatches[0]
+                self._apply(minibatch, rate, fresh, metrics)
+
+    def _cut(self, batch: Batch) -> Iterable[MiniBatch]:
+        size = self.config.rollout.prompts // self.config.training.minibatches
+        for number in range(self.config.training.minibatches):
+            rows = ((batch.group_ids >= number * size) & (batch.group_ids < (number + 1) * size)).nonzero()[:, 0]
+            part = batch.select(rows.tolist())
+            yield MiniBatch(
+                number=number,
+                micro_batches=[self._micro_batch(part.select(chosen)) for chosen in self._split(part)],
+                totals=Totals(sequences=len(part), tokens=int(part.mask.sum())),
+            )
+
+    def _split(self, part: Batch) -> list[list[int]]:
+        return self.policy.micro_batches(part.rollouts, self.config.training.micro_batch_tokens)
+
+    def _micro_batch(self, batch: Batch) -> MicroBatch:
+        return MicroBatch(batch.to(self.policy.device), self.policy.layout(batch.rollouts))
+
+    def _has_effect(self, minibatch: MiniBatch) -> bool:
+        if self.config.objective.kl_weight > 0 and minibatch.totals.tokens > 0:
+            return True
+        return any(bool((_by_token(m.batch.advantages, m.batch.mask) != 0).any()) for m in minibatch.micro_batches)
+
+    def _apply(self, minibatch: MiniBatch, rate: float, fresh: bool, metrics: UpdateMetrics) -> None:
+        """One optimizer update. `fresh`: the weights are still those that define the old policy."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in minibatch.micro_batches:
+            with self.policy.forward(micro.layout, temperature=self.config.rollout.temperature) as scores:
+                if micro.batch.old_logprobs is None:
+                    micro.batch.old_logprobs = scores.logprobs.detach()
+                torch.autograd.backward(self._loss(scores, micro.batch, minibatch.totals, metrics))
+            if fresh:
+                metrics.mismatch(scores, micro.batch)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.max_grad_norm))
+        metrics.update(norm, rate)
+        if not math.isfinite(norm):
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.version += 1
+
+    def _loss(self, scores: Scores, batch: Batch, totals: Totals, metrics: UpdateMetrics) -> Tensor:
+        """This micro-batch's share of the mini-batch's loss."""
+        assert batch.old_logprobs is not None
+        output = self._objective(
+            scores.logprobs, batch.old_logprobs, batch.advantages, batch.mask, totals=totals, **self._clip_range
+        )
+        loss = output.loss
+        if batch.reference_logprobs is not None:
+            kl = kl_k3(scores.logprobs, batch.reference_logprobs, batch.mask)
+            loss = loss + self.config.objective.kl_weight * token_mean(kl, batch.mask, totals)
+            metrics.kl(kl, batch)
+        metrics.micro_batch(output, loss, scores, batch)
+        return loss
+
+
+def _micro_batches(minibatches: Iterable[MiniBatch]) -> Iterable[MicroBatch]:
+    return (micro for minibatch in minibatches for micro in minibatch.micro_batches)
+
+
+def _by_token(advantages: Tensor, mask: Tensor) -> Tensor:
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None]
+    return torch.where(mask, per_token, 0.0)

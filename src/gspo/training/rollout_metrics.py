@@ -1,0 +1,51 @@
+"""What the sampled rollouts of a step say, as sums with their denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gspo.config import Config
+from gspo.reporting.metrics import Metric, Ratio
+from gspo.training.collect import Collected
+from gspo.training.credit import has_signal
+from gspo.types import Rollout
+
+
+def rollout_metrics(collected: Collected, config: Config) -> dict[str, Metric]:
+    """Figures over every rollout that was sampled, those of replaced groups included.
+
+    Rewards are the reward functions' own, without the penalty of truncated responses.
+    """
+    groups = collected.groups + collected.replaced
+    sampled = collected.sampled
+    kept = [rollout for rollout in sampled if rollout.dropped is None]
+    rewards = [rollout.reward for rollout in kept if rollout.reward is not None]
+    lengths = [sum(rollout.trainable) for rollout in kept]
+    metrics: dict[str, Metric] = {
+        "reward/mean": Ratio(sum(rewards), len(rewards)),
+        "reward/group_std": _group_std(groups),
+        "reward/accuracy": Ratio(sum(reward >= config.reward.correct_at for reward in rewards), len(rewards)),
+        "reward/dropped": Ratio(len(sampled) - len(kept), len(sampled)),
+        "group/without_signal": Ratio(sum(not has_signal(group, config) for group in groups), len(groups)),
+        "group/resampled": len(collected.replaced),
+        "response/length": Ratio(sum(lengths), len(lengths)),
+        "response/truncated": Ratio(sum(rollout.truncated for rollout in kept), len(kept)),
+    }
+    if kept:
+        metrics |= {
+            "reward/min": min(rewards),
+            "reward/max": max(rewards),
+            "response/length_max": max(lengths),
+        }
+    for name in sorted({name for rollout in kept for name in rollout.rewards}):
+        values = [value for rollout in kept if (value := rollout.rewards.get(name)) is not None]
+        metrics[f"reward/function/{name}"] = Ratio(sum(values), len(values))
+    return metrics
+
+
+def _group_std(groups: Sequence[Sequence[Rollout]]) -> Ratio:
+    rewards = [[r.reward for r in group if r.dropped is None and r.reward is not None] for group in groups]
+    deviations = [float(np.std(group)) for group in rewards if group]
+    return Ratio(sum(deviations), len(deviations))

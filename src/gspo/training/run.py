@@ -1,0 +1,199 @@
+"""A run: its parts, put together once, and what happens between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspo.config import Config
+from gspo.distributed.world import World
+from gspo.errors import BadInputError
+from gspo.policy.load import load_policy
+from gspo.policy.model import Policy
+from gspo.reporting.recorder import Recorder
+from gspo.reporting.run_folder import RunFolder
+from gspo.rewards.runner import RewardRunner
+from gspo.rollout.engine import Engine
+from gspo.rollout.transformers_engine import TransformersEngine
+from gspo.tasks.load import Task, load_task
+from gspo.tasks.rows import Rows, load_rows
+from gspo.tasks.stream import PromptStream
+from gspo.training.checkpoint import TrainState, latest_checkpoint, load_trainer_state, save_checkpoint
+from gspo.training.collect import Collected, Collector
+from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
+from gspo.training.learner import Learner
+from gspo.types import Batch, Sampling
+
+RewardFunction = Callable[..., Any]
+
+
+class Run:
+    """Everything that a training run is made of. Cheap checks come first: nothing heavy loads for a bad setting."""
+
+    def __init__(self, config: Config, functions: Sequence[RewardFunction], resume: Path | None) -> None:
+        self.config = config
+        self.world = World()
+        checkpoint = None if resume is None else latest_checkpoint(resume)
+        rows = load_rows(config.task, seed=config.run.seed)
+        self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
+        try:
+            notes = config.warnings() + self.rewards.validate(rows.train)
+            self.policy = load_trained_policy(config, checkpoint, rows)
+            self.task: Task = load_task(
+                config.task,
+                self.policy.tokenizer,
+                seed=config.run.seed,
+                max_prompt_tokens=max_prompt_tokens(config, self.policy),
+                rows=rows,
+            )
+            self._check_prompts()
+            self.learner = Learner(self.policy, config, world=self.world)
+            self.state = (
+                TrainState() if checkpoint is None else load_trainer_state(checkpoint, self.policy, self.learner)
+            )
+            self.engine: Engine = make_engine(self.policy, config)
+            self.engine.update_weights((), self.state.version)
+            stream = PromptStream(self.task.train, config.run.seed, self.state.cursor)
+            self.collector = Collector(
+                stream, self.engine, self.rewards, config, training_sampling(config, self.policy)
+            )
+            self.folder = RunFolder.create(config) if resume is None else RunFolder.open(resume)
+            self.recorder = Recorder(
+                config, self.folder, resume_step=None if resume is None else self.state.step, world=self.world
+            )
+        except BaseException:
+            self.rewards.close()
+            raise
+        for note in [*notes, *self._description()]:
+            self.recorder.note(note)
+
+    def collect(self, step: int) -> Collected:
+        """The step's scored groups; taken from the journal where an interrupted process had finished them."""
+        self.recorder.stage("rollout")
+        journal = self.recorder.read_step(step) or []
+        current = [r for r in journal if r.policy_version[0].version == self.learner.version]
+        return self.collector.collect(step, current)
+
+    def journal(self, step: int, collected: Collected, batch: Batch) -> None:
+        """Puts the step's rollouts on disk, with the advantages of those that are trained on, before any update."""
+        advantages = {(r.slot, r.sample): a for r, a in zip(batch.rollouts, batch.advantages.tolist(), strict=True)}
+        sampled = collected.sampled
+        self.recorder.rollouts(step, sampled, [advantages.get((r.slot, r.sample)) for r in sampled])
+        self.recorder.stage("update")
+
+    def evaluate(self) -> Evaluation | None:
+        """Accuracy on the held-out prompts with the current weights; None where there are none."""
+        if not self.task.held_out:
+            return None
+        self.recorder.stage("evaluation")
+        evaluation = evaluate(
+            self.engine,
+            self.task.held_out,
+            self.rewards.score,
+            sampling=evaluation_sampling(self.config, self.policy.eos_ids),
+            samples=self.config.evaluation.samples,
+            correct_at=self.config.reward.correct_at,
+        )
+        self.recorder.evaluation(self.state.step, evaluation)
+        accuracy = evaluation.accuracy.value
+        if accuracy is not None and (self.state.best_accuracy is None or accuracy > self.state.best_accuracy):
+            self.state.best_accuracy, self.state.best_step = accuracy, self.state.step
+        return evaluation
+
+    def evaluation_is_due(self) -> bool:
+        """Whether held-out accuracy is wanted after the step just finished (always after the last)."""
+        every, step = self.config.evaluation.every, self.state.step
+        return step == self.config.training.steps or (every > 0 and step % every == 0)
+
+    def save_if_due(self) -> Path | None:
+        """Writes a checkpoint after every `checkpoint.every` steps, after the last, and after the best evaluation."""
+        every, step = self.config.checkpoint.every, self.state.step
+        due = step == self.config.training.steps or (every > 0 and step % every == 0) or step == self.state.best_step
+        if not due:
+            return None
+        self.recorder.stage("checkpoint")
+        return save_checkpoint(
+            self.folder.path, self.policy, self.learner, self.state, keep=self.config.checkpoint.keep
+        )
+
+    def close(self) -> None:
+        """Ends worker processes, closes files, gives the terminal back."""
+        self.engine.close()
+        self.rewards.close()
+        self.recorder.close()
+
+    def _check_prompts(self) -> None:
+        if len(self.task.train) < self.config.rollout.prompts:
+            raise BadInputError(
+                f"rollout.prompts = {self.config.rollout.prompts}: the task has only {len(self.task.train)} distinct "
+                "training prompts; lower it, hold out fewer, or give more data"
+            )
+
+    def _description(self) -> list[str]:
+        scorer, layout = self.policy.scorer, self.policy.layout_kind
+        precision = "float32" if scorer.autocast is None else f"{str(scorer.autocast).removeprefix('torch.')} autocast"
+        memory = [] if self.policy.memory is None else [f"memory: {self.policy.memory}"]
+        return [
+            f"policy: {self.config.model.path} on {self.policy.device}, float32 weights, {precision}, {layout} layout",
+            *memory,
+            f"task: {len(self.task.train)} training prompts, {len(self.task.held_out)} held out, none in both",
+            *self.policy.notes,
+        ]
+
+
+def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Policy:
+    """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
+    model = config.model
+    return load_policy(
+        model.path if checkpoint is None else checkpoint,
+        dtype=model.dtype,
+        device=model.device,
+        layout=model.layout,
+        activation_checkpointing=model.activation_checkpointing,
+        lora=model.lora,
+        trust_remote_code=model.trust_remote_code,
+        reference=config.objective.kl_weight > 0,
+        tokens=largest_micro_batch(config, rows),
+    )
+
+
+def largest_micro_batch(config: Config, rows: Rows) -> int:
+    """An upper estimate, before any tokenizer is there, of the tokens in one forward pass (a character each)."""
+    longest = max((len(str(row.content)) for row in rows.train), default=0)
+    per_update = config.rollout.prompts // config.training.minibatches * config.rollout.group_size
+    return min(config.training.micro_batch_tokens, per_update * (longest + config.rollout.max_tokens))
+
+
+def make_engine(policy: Policy, config: Config) -> Engine:
+    """The inference engine that the config names."""
+    return TransformersEngine(
+        policy.model,
+        policy.tokenizer,
+        max_concurrent=config.rollout.max_concurrent,
+        autocast_dtype=policy.scorer.autocast,
+    )
+
+
+def training_sampling(config: Config, policy: Policy) -> Sampling:
+    """The distribution that training responses are drawn from."""
+    return Sampling(
+        max_tokens=config.rollout.max_tokens,
+        temperature=config.rollout.temperature,
+        stop=tuple(config.rollout.stop),
+        eos_ids=policy.eos_ids,
+        seed=config.run.seed,
+    )
+
+
+def max_prompt_tokens(config: Config, policy: Policy) -> int:
+    """What the model's context leaves for a prompt beside the longest response."""
+    if policy.context_length is None:
+        return 1_000_000_000
+    room = policy.context_length - config.rollout.max_tokens
+    if room < 1:
+        raise BadInputError(
+            f"rollout.max_tokens = {config.rollout.max_tokens}: the model's context of {policy.context_length} tokens "
+            "leaves no room for a prompt; lower it"
+        )
+    return room

@@ -1,0 +1,81 @@
+"""What the updates of one rollout batch report, as sums with their denominators."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gspo.objectives import ObjectiveOutput, ObjectiveStats
+from gspo.reporting.metrics import Metric, Ratio
+from gspo.reporting.objective_metrics import objective_metrics
+from gspo.types import Batch, Scores
+
+
+class UpdateMetrics:
+    """Collects figures on the device; `as_metrics` waits for it once."""
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        self.learning_rate: float | None = None
+        self._stats: ObjectiveStats | None = None
+        self._losses: list[Tensor] = []
+        self._norms: list[float] = []
+        self._ratios: list[Tensor] = []
+        self._entropy: list[Tensor] = []
+        self._kl: list[Tensor] = []
+        self._token_mismatch: list[Tensor] = []
+        self._sequence_mismatch: list[Tensor] = []
+
+    def mismatch(self, scores: Scores, batch: Batch) -> None:
+        """Sampler against training engine, at the weights that sampled."""
+        difference = (batch.sampler_logprobs - scores.logprobs.detach()).where(batch.mask, 0.0)
+        self._token_mismatch.append(difference.abs()[batch.mask])
+        means = difference.sum(1) / batch.mask.sum(1).clamp(min=1)
+        self._sequence_mismatch.append(means.abs()[batch.mask.any(1)])
+
+    def micro_batch(self, output: ObjectiveOutput, loss: Tensor, scores: Scores, batch: Batch) -> None:
+        """One forward pass of an update; `loss` is its share of the mini-batch's loss, the KL included."""
+        self._stats = output.stats if self._stats is None else self._stats + output.stats
+        self._losses.append(loss.detach())
+        units = batch.mask if output.log_ratios.ndim == 2 else batch.mask.any(1)
+        self._ratios.append(output.log_ratios[units])
+        self._entropy.append(scores.entropy.detach()[batch.mask])
+
+    def kl(self, per_token: Tensor, batch: Batch) -> None:
+        """The KL estimate [B, T] of one forward pass."""
+        self._kl.append(per_token.detach()[batch.mask])
+
+    def update(self, gradient_norm: float, learning_rate: float) -> None:
+        """One optimizer update, with the gradient's norm before it was scaled down."""
+        self._norms.append(gradient_norm)
+        self.learning_rate = learning_rate
+
+    def as_metrics(self) -> dict[str, Metric]:
+        """Every figure by its name in `gspo.reporting.metrics.METRICS`."""
+        updates = len(self._norms)
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        metrics: dict[str, Metric] = {
+            "optimizer/updates": updates,
+            "optimizer/skipped": self.skipped,
+            "optimizer/non_finite": updates - len(finite),
+            "optimizer/gradient_norm": Ratio(sum(finite), len(finite)),
+            "objective/loss": Ratio(sum(float(loss) for loss in self._losses), updates),
+            "policy/entropy": _mean(self._entropy),
+            "mismatch/token": _mean(self._token_mismatch),
+            "mismatch/sequence": _mean(self._sequence_mismatch),
+        }
+        if self.learning_rate is not None:
+            metrics["optimizer/learning_rate"] = self.learning_rate
+        if any(len(part) for part in self._token_mismatch):
+            metrics["mismatch/token_max"] = float(torch.cat(self._token_mismatch).max())
+        if self._kl:
+            metrics["policy/kl"] = _mean(self._kl)
+        if self._stats is not None:
+            metrics |= objective_metrics(self._stats, torch.cat(self._ratios))
+        return metrics
+
+
+def _mean(parts: list[Tensor]) -> Ratio:
+    return Ratio(float(sum(part.double().sum() for part in parts)), sum(len(part) for part in parts))

@@ -1,0 +1,44 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from gspo.training.interrupts import uninterrupted
+
+
+def test_ctrl_c_waits_for_the_end_of_the_block():
+    reached = []
+
+    def block():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("after the signal")
+
+    with pytest.raises(KeyboardInterrupt):
+        block()
+    assert reached == ["after the signal"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_inside_is_not_hidden_by_a_signal():
+    def block():
+        with uninterrupted():
+            os.kill(os.getpid(), signal.SIGINT)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        block()
+
+
+def test_runs_in_other_threads():
+    seen = []
+
+    def work():
+        with uninterrupted():
+            seen.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [1]

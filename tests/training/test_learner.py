@@ -1,0 +1,199 @@
+"""The update against a derivation that shares no code with it: one rollout per forward, plain logits, eq. 10."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from gspo.config import build_config
+from gspo.distributed.world import World
+from gspo.policy.load import load_policy
+from gspo.training.credit import make_batch
+from gspo.training.learner import Learner
+from gspo.training.update_metrics import UpdateMetrics
+from tests.policy.tiny import gradients, plain_scores, random_rollouts, save_tiny, worst
+
+GROUPS = [(9, (6, 1, 10)), (3, (4, 12, 7)), (12, (2, 5, 5)), (4, (8, 3, 3))]
+REWARDS = [1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.25, 0.0, 1.0, 0.0, 0.0, 1.0]
+
+
+def settings(**sections):
+    base = {
+        "model": {"path": "x"},
+        "task": {"kind": "function", "function": "a:b"},
+        "rollout": {"prompts": 4, "group_size": 3, "temperature": 0.8},
+        "training": {"minibatches": 2},
+        "objective": {"name": "gspo", "clip_low": 0.02, "clip_high": 0.03},
+        "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 1e9},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return build_config(base)
+
+
+def rewarded(rewards=REWARDS):
+    rollouts = random_rollouts(GROUPS, seed=3)
+    scored = [dataclasses.replace(r, reward=v) for r, v in zip(rollouts, rewards, strict=True)]
+    return [scored[i : i + 3] for i in range(0, 12, 3)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), scale=2.0)
+
+
+def make_learner(folder, config, **options):
+    policy = load_policy(folder, layout=config.model.layout, reference=config.objective.kl_weight > 0, **options)
+    return Learner(policy, config, world=World())
+
+
+def run_update(learner, groups):
+    metrics = UpdateMetrics()
+    minibatches = learner.prepare(make_batch(groups, learner.config), metrics)
+    learner.update(1, minibatches, metrics)
+    return metrics.as_metrics()
+
+
+def derived_gradient(model, old, rollouts, advantages, config):
+    """-(1/B) sum_i A_i s_i [kept] grad mean_t log pi(y_t), each mean over trainable tokens (paper, eq. 10)."""
+    logprobs, _ = plain_scores(model, rollouts, config.rollout.temperature)
+    total = 0.0
+    for i, rollout in enumerate(rollouts):
+        trainable = torch.tensor(rollout.trainable)
+        mine = logprobs[i, : len(trainable)][trainable]
+        s = float((mine.detach() - old[i, : len(trainable)][trainable]).double().mean().exp())
+        a = advantages[i]
+        clipped = (a > 0 and s > 1 + config.objective.clip_high) or (a < 0 and s < 1 - config.objective.clip_low)
+        total = total - (0.0 if clipped else a * s) * mine.mean() / len(rollouts)
+    total.backward()
+    return gradients(model), logprobs.detach()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+@pytest.mark.parametrize("tokens", [40, 10_000])
+def test_second_update_has_the_derived_gradient(folder, layout, tokens):
+    config = settings(model={"layout": layout}, training={"micro_batch_tokens": tokens})
+    learner = make_learner(folder, config)
+    start = copy.deepcopy(learner.policy.model)
+    groups = rewarded()
+    metrics = UpdateMetrics()
+    minibatches = learner.prepare(make_batch(groups, config), metrics)
+    assert sum(len(m.micro_batches) for m in minibatches) > 2 if tokens == 40 else len(minibatches) == 2
+
+    learner.update(1, minibatches[:1], metrics)
+    moved = copy.deepcopy(learner.policy.model)
+    learner.update(1, minibatches[1:], metrics)
+    found = gradients(learner.policy.model)
+
+    rollouts = groups[2] + groups[3]
+    with torch.no_grad():
+        old, _ = plain_scores(start, rollouts, 0.8)
+    advantages = []
+    for group in groups[2:]:
+        r = torch.tensor([x.reward for x in group], dtype=torch.float64)
+        advantages += ((r - r.mean()) / (r.var(correction=0).sqrt() + 1e-6)).tolist()
+    expected, _ = derived_gradient(moved, old, rollouts, advantages, config)
+    assert worst(found, expected) < 2e-5
+    figures = metrics.as_metrics()
+    assert figures["optimizer/updates"] == 2
+    assert 0 < figures["clip/sequence_removed"].sum < 12
+
+
+def test_without_signal_nothing_moves_and_it_is_counted(folder):
+    config = settings(training={"minibatches": 4})
+    learner = make_learner(folder, config)
+    before = copy.deepcopy(learner.policy.model.state_dict())
+    metrics = run_update(learner, rewarded([0.1] * 12))
+    assert (metrics["optimizer/skipped"], metrics["optimizer/updates"]) == (4, 0)
+    assert all(torch.equal(before[k], v) for k, v in learner.policy.model.state_dict().items())
+    assert learner.version == 0
+
+
+def test_old_from_the_sampler_needs_no_scoring_pass(folder, monkeypatch):
+    config = settings(likelihoods={"old": "sampler"})
+    learner = make_learner(folder, config)
+    groups = rewarded()
+    for g, group in enumerate(groups):
+        with torch.no_grad():
+            logprobs, _ = plain_scores(learner.policy.model, group, 0.8)
+        groups[g] = [
+            dataclasses.replace(r, sampler_logprobs=tuple(row[: len(r.response_ids)].tolist()))
+            for r, row in zip(group, logprobs, strict=True)
+        ]
+    reference = make_learner(folder, settings())
+    expected = run_update(reference, groups)
+    monkeypatch.setattr(type(learner.policy), "score", lambda *_, **__: pytest.fail("scored"))
+    found = run_update(learner, groups)
+    assert found["clip/sequence_removed"] == expected["clip/sequence_removed"]
+    assert found["mismatch/token"].value < 1e-5
+    for a, b in zip(learner.policy.model.parameters(), reference.policy.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0)
+
+
+def test_first_minibatch_has_ratio_one_and_is_scored_once(folder, monkeypatch):
+    config = settings(training={"minibatches": 1})
+    learner = make_learner(folder, config)
+    monkeypatch.setattr(type(learner.policy), "score", lambda *_, **__: pytest.fail("scored twice"))
+    metrics = run_update(learner, rewarded())
+    assert (metrics["ratio/log_min"], metrics["ratio/log_max"]) == (0.0, 0.0)
+
+
+def test_masked_truncated_and_dropped_rollouts(folder):
+    """A masked truncated response counts in the baseline and in B, a dropped one in neither."""
+    config = settings(training={"minibatches": 1}, reward={"truncated": "mask"})
+    learner = make_learner(folder, config)
+    groups = rewarded()
+    groups[0][0] = dataclasses.replace(groups[0][0], finish_reason="length")
+    groups[1][2] = dataclasses.replace(groups[1][2], reward=None, dropped="the verifier crashed")
+    batch = make_batch(groups, config)
+    minibatch = learner.prepare(batch, UpdateMetrics())[0]
+    assert minibatch.totals.sequences == 11
+    assert minibatch.totals.tokens == sum(sum(r.trainable) for g in groups for r in g) - sum(
+        sum(r.trainable) for r in (groups[0][0], groups[1][2])
+    )
+    # Rewards 1, 0, .5: the baseline of the other two is .5 with the truncated one in it.
+    assert batch.advantages[:3].tolist() == pytest.approx([1.5**0.5, -(1.5**0.5), 0.0], abs=1e-4)
+    # Two are left of the second group: rewards 0 and 1.
+    assert batch.advantages[3:5].tolist() == pytest.approx([-1.0, 1.0], abs=1e-4)
+
+
+def test_kl_gradient_pulls_back_to_the_reference(folder):
+    """Without signal the loss is the KL alone: its first gradient at the reference is 0, then it is not."""
+    config = settings(objective={"kl_weight": 0.5}, training={"minibatches": 1})
+    learner = make_learner(folder, config)
+    metrics = run_update(learner, rewarded([0.1] * 12))
+    assert metrics["policy/kl"].value == pytest.approx(0.0, abs=1e-6)
+    with torch.no_grad():
+        for p in learner.policy.model.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+    moved = copy.deepcopy(learner.policy.model)
+    metrics = UpdateMetrics()
+    groups = rewarded([0.1] * 12)
+    minibatches = learner.prepare(make_batch(groups, config), metrics)
+    learner.update(1, minibatches, metrics)
+    found = gradients(learner.policy.model)
+    rollouts = [r for g in groups for r in g]
+    with torch.no_grad():
+        reference, _ = plain_scores(learner.policy.frozen.model, rollouts, 0.8)
+    logprobs, _ = plain_scores(moved, rollouts, 0.8)
+    mask = torch.zeros_like(logprobs, dtype=torch.bool)
+    for i, r in enumerate(rollouts):
+        mask[i, : len(r.trainable)] = torch.tensor(r.trainable)
+    # d k3 / d log pi = 1 - pi_ref / pi, a constant weight on each token's log-prob.
+    weight = 1 - (reference - logprobs.detach()).exp()
+    (0.5 * (weight * logprobs)[mask].sum() / mask.sum()).backward()
+    assert worst(found, gradients(moved)) < 2e-5
+
+
+def test_a_non_finite_gradient_is_not_applied(folder):
+    config = settings(training={"minibatches": 1})
+    learner = make_learner(folder, config)
+    before = copy.deepcopy(learner.policy.model.state_dict())
+    groups = rewarded()
+    parameter = learner._parameters[0]
+    handle = parameter.register_hook(lambda g: g * float("nan"))
+    metrics = run_update(learner, groups)
+    handle.remove()
+    assert (metrics["optimizer/non_finite"], learner.version) == (1, 0)
+    assert all(torch.equal(before[k], v) for k, v in learner.policy.model.state_dict().items())

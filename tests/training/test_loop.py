@@ -1,0 +1,132 @@
+"""`train` from a config to a run folder, on a tiny model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import gspo.training.loop as loop
+from gspo.config import build_config
+from gspo.errors import BadInputError, GspoError
+from gspo.reporting.journal import read_rollouts
+from tests.policy.tiny import save_tiny
+from tests.training.tiny_task import early_words
+
+BASE = {
+    "task": {"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 6},
+    "rollout": {"prompts": 4, "group_size": 4, "max_tokens": 6},
+    "optimizer": {"learning_rate": 1e-3},
+    "training": {"steps": 4, "minibatches": 2},
+    "checkpoint": {"every": 2, "keep": 2},
+    "objective": {"clip_low": 0.05, "clip_high": 0.05},
+    "reward": {"correct_at": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("tiny"), scale=2.0)
+
+
+def settings(folder, tmp_path, name="run", **sections):
+    data = {**BASE, "model": {"path": str(folder)}, "run": {"dir": str(tmp_path), "name": name}}
+    for section, values in sections.items():
+        data[section] = {**data.get(section, {}), **values}
+    return build_config(data)
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(checkpoint):
+    return load_file(checkpoint / "model.safetensors")
+
+
+def test_a_run_learns_records_and_saves(folder, tmp_path):
+    seen = []
+    config = settings(folder, tmp_path, training={"steps": 12}, optimizer={"learning_rate": 5e-3})
+    result = loop.train(config, reward=early_words, callbacks=[seen.append])
+    metrics = lines(result.run / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == [s.step for s in seen] == list(range(1, 13))
+    first, last = (sum(m["reward/mean"] for m in part) / 3 for part in (metrics[:3], metrics[-3:]))
+    assert last > first + 0.1
+    assert metrics[0]["sums"]["reward/mean"][1] == 16
+    assert max(m["mismatch/token_max"] for m in metrics) < 1e-4
+
+    rollouts = read_rollouts(result.run / "rollouts" / "step-000003.jsonl.zst")
+    assert [(r.slot, r.sample) for r in rollouts] == [(p, g) for p in range(4) for g in range(4)]
+    assert {r.policy_version[0].version for r in rollouts} == {4}
+
+    assert [e["step"] for e in lines(result.run / "evaluations.jsonl")] == [0, 12]
+    assert result.before.accuracy.n == result.after.accuracy.n == 6
+    kept = sorted(p.name for p in (result.run / "checkpoints").glob("step-*"))
+    assert kept[-2:] == ["step-000010", "step-000012"]
+    model = AutoModelForCausalLM.from_pretrained(result.checkpoint)
+    saved = weights(result.checkpoint)
+    assert all(torch.equal(saved[k], v) for k, v in model.state_dict().items() if k in saved)
+
+
+def test_resumed_run_ends_at_the_same_bits(folder, tmp_path):
+    whole = loop.train(settings(folder, tmp_path, "whole"), reward=early_words)
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop_after_three(result):
+        if result.step == 3:
+            raise Stop
+
+    config = settings(folder, tmp_path, "cut")
+    with pytest.raises(Stop):
+        loop.train(config, reward=early_words, callbacks=[stop_after_three])
+    resumed = loop.train(config, reward=early_words, resume=tmp_path / "cut")
+    assert (resumed.run / "metrics.jsonl").read_text() == (whole.run / "metrics.jsonl").read_text()
+    a, b = weights(whole.checkpoint), weights(resumed.checkpoint)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    a, b = (load_file(r.checkpoint / "trainer_optimizer.safetensors") for r in (whole, resumed))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_grpo_runs_by_the_same_code(folder, tmp_path):
+    config = settings(folder, tmp_path, objective={"name": "grpo", "clip_low": None, "clip_high": None})
+    metrics = lines(loop.train(config, reward=early_words).run / "metrics.jsonl")
+    tokens = sum(m["sums"]["response/length"][0] for m in metrics)
+    trained = sum(m["sums"]["clip/token_outside"][1] for m in metrics)
+    assert 0 < trained <= tokens
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(folder, tmp_path):
+    def all_or_nothing(prompts, completions, **_):
+        return [float("w3" in p or "w7" in c) for p, c in zip(prompts, completions, strict=True)]
+
+    config = settings(folder, tmp_path, rollout={"resample_without_signal": 3}, training={"steps": 2})
+    metrics = lines(loop.train(config, reward=all_or_nothing).run / "metrics.jsonl")
+    assert sum(m["group/resampled"] for m in metrics) > 0
+    for m in metrics:
+        assert m["sums"]["group/without_signal"][1] == 4 + m["group/resampled"]
+
+
+def test_a_failing_reward_costs_its_rollout_alone_until_too_many_fail(folder, tmp_path):
+    def fails_on_w9(completions, **_):
+        if any("w9" in c for c in completions):
+            raise RuntimeError("cannot read w9")
+        return [float(len(c)) for c in completions]
+
+    config = settings(folder, tmp_path, training={"steps": 2})
+    metrics = lines(loop.train(config, reward=fails_on_w9).run / "metrics.jsonl")
+    assert all(m["reward/dropped"] < 0.5 for m in metrics)
+
+    def always_fails(**_):
+        raise RuntimeError("no verifier")
+
+    with pytest.raises(GspoError, match=r"reward\.max_dropped"):
+        loop.train(settings(folder, tmp_path, "failing"), reward=always_fails)
+
+
+def test_too_few_prompts_is_said_at_once(folder, tmp_path):
+    config = settings(folder, tmp_path, task={"parameters": {"count": 8}})
+    with pytest.raises(BadInputError, match=r"rollout\.prompts = 4: the task has only 2"):
+        loop.train(config, reward=early_words)
