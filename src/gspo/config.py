@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from gspo.errors import BadInputError
 
@@ -80,7 +81,9 @@ class TaskBase(Section):
 
     system_prompt: str | None = Field(None, description="System message put before every prompt.")
     template: str = Field(
-        "{prompt}", description="Text of the user's message; `{prompt}` and any other column can stand in it."
+        "{prompt}",
+        description="Text of the user's message; `{prompt}` and any other column can stand in it, `{{` and `}}` are "
+        "literal braces.",
     )
     chat_template: bool | None = Field(
         None,
@@ -93,7 +96,8 @@ class TaskBase(Section):
     held_out: int = Field(
         200,
         ge=0,
-        description="Prompts kept for evaluation and never trained on, by normalised text of the question.",
+        description="Questions kept for evaluation and never trained on, told apart by their normalised text; which "
+        "ones depends on that text and `run.seed` alone.",
     )
 
 
@@ -126,12 +130,16 @@ class ReasoningGymTask(TaskBase):
     size: Positive = Field(4000, description="Questions to generate, duplicates included.")
 
 
+FUNCTION_PATH = r"^[\w.]+:[\w.]+$"
+
+
 class FunctionTask(TaskBase):
     """Rows from your own code."""
 
     kind: Literal["function"]
     function: str = Field(
-        description="`package.module:function`; called with `parameters`, returns rows (dicts with a `prompt`)."
+        pattern=FUNCTION_PATH,
+        description="`package.module:function`; called with `parameters`, returns rows (dicts with a `prompt`).",
     )
     parameters: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
     prompt_column: str = Field("prompt", description="Column that holds the prompt.")
@@ -143,6 +151,9 @@ TaskConfig = Annotated[
 ]
 
 
+REWARD_NAMES = ("exact", "last_number", "math", "reasoning_gym", "regex")
+
+
 class RewardFunctionConfig(Section):
     """One reward function; the reward of a response is the weighted sum of those that apply to it."""
 
@@ -151,6 +162,15 @@ class RewardFunctionConfig(Section):
     )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     parameters: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments of the function.")
+
+    @field_validator("function")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name in REWARD_NAMES or re.match(FUNCTION_PATH, name):
+            return name
+        close = difflib.get_close_matches(name, REWARD_NAMES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"give {', '.join(REWARD_NAMES)} or package.module:function"
+        raise ValueError(f"{name!r} is no reward function; {hint}")
 
 
 class RewardConfig(Section):
@@ -355,6 +375,9 @@ class Config(Section):
             )
         if self.reward.truncated != "penalize" and "truncated_penalty" in self.reward.model_fields_set:
             found.append(f'reward.truncated_penalty has no effect with reward.truncated = "{self.reward.truncated}"')
+        apart = {"held_out_path", "held_out_split"} & {name for name, value in self.task if value is not None}
+        if apart and "held_out" in self.task.model_fields_set:
+            found.append(f"task.held_out has no effect with task.{apart.pop()}: all of its questions are held out")
         if self.evaluation.temperature == 0 and self.evaluation.samples > 1:
             found.append("evaluation.samples > 1 with evaluation.temperature = 0: greedy responses are all the same")
         return found
