@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gspo.config import FunctionTask, JsonlTask, ReasoningGymTask, build_config
+from gspo.config import FunctionTask, JsonlTask, ReasoningGymTask
 from gspo.errors import BadInputError
 from gspo.tasks.rows import load_rows
 from gspo.tasks.wording import normalise
@@ -160,7 +160,7 @@ def test_held_out_file_is_taken_out_of_training(tmp_path: Path) -> None:
     assert [row.content for row in rows.held_out] == ["b", "D"]
     assert (rows.duplicates, rows.overlapping) == (2, 1)
     assert rows.notes() == [
-        "task: 2 rows repeat a question and are left out; 4 remain",
+        "task: 2 rows repeat a question and are left out; 4 questions remain",
         "task: 1 training questions are held out as well and are not trained on",
     ]
     assert load_rows(jsonl(test, held_out=1), seed=0).notes()[1:] == []
@@ -255,13 +255,3 @@ def test_rows_load_without_torch(tmp_path: Path) -> None:
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_held_out_beside_a_held_out_file_warns() -> None:
-    def warnings(**task: Any) -> list[str]:
-        values = {"kind": "jsonl", "path": "train.jsonl", **task}
-        return [w for w in build_config({"model": {"path": "m"}, "task": values}).warnings() if "held_out" in w]
-
-    assert warnings(held_out=5) == warnings(held_out_path="test.jsonl") == []
-    (warning,) = warnings(held_out=5, held_out_path="test.jsonl")
-    assert warning.startswith("task.held_out has no effect with task.held_out_path")
