@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
+from gspo.config import RewardConfig
 from gspo.errors import BadInputError
 from gspo.rewards.math_verifier import math
+from gspo.rewards.runner import RewardRunner
+from gspo.types import Prompt, Rollout
 
 pytest.importorskip("math_verify")
 
@@ -37,3 +40,12 @@ def test_math_takes_chat_completions_and_another_column() -> None:
     assert math([chat], column="solution", solution=["4"]) == [1.0]
     with pytest.raises(BadInputError, match="no column 'answer'"):
         math([chat], solution=["4"])
+
+
+def test_an_endless_computation_counts_as_wrong_in_a_worker() -> None:
+    prompt = Prompt("k", "q", (1,), {"answer": "3"})
+    texts = ["\\boxed{9^{9^{9^9}}}", "\\boxed{3}"]
+    rollouts = [Rollout(prompt, 0, i, (1,), (0.0,), (True,), "stop", (), text) for i, text in enumerate(texts)]
+    config = RewardConfig.model_validate({"functions": [{"function": "math"}], "time_limit": 60})
+    with RewardRunner(config) as runner:
+        assert [(r.reward, r.dropped) for r in runner.score(rollouts)] == [(0.0, None), (1.0, None)]

@@ -10,8 +10,7 @@ def test_names_in_the_config_are_the_built_in_functions() -> None:
     assert set(REWARD_NAMES) == set(BUILT_IN)
 
 
-def test_config_refuses_unknown_names() -> None:
-    with pytest.raises(ValueError, match="did you mean last_number"):
-        RewardFunctionConfig(function="lastnumber")
-    with pytest.raises(ValueError, match=r"package\.module:function"):
-        RewardFunctionConfig(function="my.module.reward")
+@pytest.mark.parametrize("name", ["lastnumber", "my.module.reward", "my.module:"])
+def test_config_refuses_unknown_names(name: str) -> None:
+    with pytest.raises(ValueError, match="function"):
+        RewardFunctionConfig(function=name)

@@ -14,7 +14,7 @@ import pytest
 from gspo.config import RewardConfig, RewardFunctionConfig
 from gspo.errors import BadInputError
 from gspo.rewards.guard import MAX_LOST
-from gspo.rewards.runner import RewardRunner, penalize_truncated
+from gspo.rewards.runner import RewardRunner
 from gspo.tasks.rows import Row
 from gspo.types import FinishReason, Prompt, Rollout
 
@@ -257,9 +257,9 @@ def test_a_function_that_always_hangs_is_given_up() -> None:
 
 
 def test_dropped_rollouts_are_left_alone() -> None:
-    gone = dataclasses.replace(rollout("4", answer="4"), dropped="the engine gave up")
+    gone = dataclasses.replace(rollout("4", answer="4"), dropped="too many tokens")
     with RewardRunner(config("exact")) as runner:
-        scored = runner.score([gone, rollout("4", answer="4")])
+        scored = runner.score([gone, rollout("4", answer="4"), rollout("4", finish="error", answer="4")])
         assert runner.score([]) == []
         assert runner.score([gone]) == [gone]
     assert scored[0] is gone
@@ -322,9 +322,3 @@ def test_validate_refuses_a_function_that_does_not_return() -> None:
     message = r"slow: did not return \(reward\.time_limit\) within 0\.1 s"
     with RewardRunner(config(time_limit=0.1), functions=[slow]) as runner, pytest.raises(BadInputError, match=message):
         runner.validate([row()])
-
-
-def test_penalize_truncated() -> None:
-    scored = [dataclasses.replace(rollout("a", finish=finish), reward=1.0) for finish in ("stop", "length")]
-    dropped = rollout("b", finish="length")
-    assert [r.reward for r in penalize_truncated([*scored, dropped], 0.25)] == [1.0, 0.75, None]

@@ -159,6 +159,11 @@ def test_held_out_file_is_taken_out_of_training(tmp_path: Path) -> None:
     assert [row.content for row in rows.train] == ["A", "C"]
     assert [row.content for row in rows.held_out] == ["b", "D"]
     assert (rows.duplicates, rows.overlapping) == (2, 1)
+    assert rows.notes() == [
+        "task: 2 rows repeat a question and are left out; 4 questions remain",
+        "task: 1 training questions are held out as well and are not trained on",
+    ]
+    assert load_rows(jsonl(test, held_out=1), seed=0).notes()[1:] == []
     with pytest.raises(BadInputError, match="no question is left to train on"):
         load_rows(jsonl(test, held_out_path=test), seed=0)
 

@@ -124,7 +124,12 @@ class ProcessCaller:
 
 
 class ThreadCaller:
-    """A function object, in a thread of this process. One that hangs is left behind: a thread cannot be killed."""
+    """A function object, in a thread of this process, with whatever state it shares with the caller's code.
+
+    A call that hangs is left behind, since a thread cannot be killed; one that hangs in C code without letting go of
+    the interpreter lock (a regular expression that backtracks for ever) stops the whole process. A function named by
+    its import path has neither limit.
+    """
 
     def __init__(self, function: RewardFunction) -> None:
         self._function = function

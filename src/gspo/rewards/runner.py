@@ -105,11 +105,13 @@ class RewardRunner:
         """The rollouts with `reward` (the weighted sum of the functions that apply) and `rewards` (each, unweighted).
 
         One on which a function failed, or to which none applies, comes back with `dropped` saying why and no
-        reward. One that was dropped before is left as it is. Never raises for what a function does.
+        reward; so does one that the engine gave up. One that was dropped before is left as it is. Never raises for
+        what a function does.
         """
-        kept = [rollout for rollout in rollouts if rollout.dropped is None]
+        found = [_drop_unfinished(rollout) for rollout in rollouts]
+        kept = [rollout for rollout in found if rollout.dropped is None]
         if not kept:
-            return list(rollouts)
+            return found
         arguments = _arguments(
             [rollout.prompt for rollout in kept],
             [rollout.text for rollout in kept],
@@ -118,7 +120,7 @@ class RewardRunner:
         with ThreadPoolExecutor(len(self._scorers)) as pool:
             columns = list(pool.map(lambda scorer: scorer.score(arguments, self._seconds), self._scorers))
         scored = iter([self._combine(*row) for row in zip(kept, *columns, strict=True)])
-        return [next(scored) if rollout.dropped is None else rollout for rollout in rollouts]
+        return [next(scored) if rollout.dropped is None else rollout for rollout in found]
 
     def close(self) -> None:
         """Ends the worker processes."""
@@ -160,12 +162,10 @@ class RewardRunner:
         return dataclasses.replace(rollout, reward=total, rewards=rewards)
 
 
-def penalize_truncated(rollouts: Iterable[Rollout], penalty: float) -> list[Rollout]:
-    """Rollouts cut at the token limit with `penalty` taken off their reward; the others as they are."""
-    return [
-        dataclasses.replace(r, reward=r.reward - penalty) if r.truncated and r.reward is not None else r
-        for r in rollouts
-    ]
+def _drop_unfinished(rollout: Rollout) -> Rollout:
+    if rollout.finish_reason == "error" and rollout.dropped is None:
+        return dataclasses.replace(rollout, dropped="the engine gave it up")
+    return rollout
 
 
 def _arguments(

@@ -51,6 +51,18 @@ class Rows:
     overlapping: int = 0
     default_reward: RewardFunctionConfig | None = None
 
+    def notes(self) -> list[str]:
+        """What a user may not expect of the data, one line each."""
+        distinct = len(self.train) + len(self.held_out)
+        found = []
+        if self.duplicates:
+            found.append(
+                f"task: {self.duplicates} rows repeat a question and are left out; {distinct} questions remain"
+            )
+        if self.overlapping:
+            found.append(f"task: {self.overlapping} training questions are held out as well and are not trained on")
+        return found
+
 
 def load_rows(config: TaskSettings, *, seed: int) -> Rows:
     """Reads and splits the rows of a task.

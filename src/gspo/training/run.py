@@ -38,7 +38,7 @@ class Run:
         rows = load_rows(config.task, seed=config.run.seed)
         self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
         try:
-            notes = config.warnings() + self.rewards.validate(rows.train)
+            notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             self.policy = load_trained_policy(config, checkpoint, rows)
             self.task: Task = load_task(
                 config.task,

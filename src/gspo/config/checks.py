@@ -1,0 +1,103 @@
+"""What goes with what: combinations that cannot work, and settings that can have no effect."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gspo.config.schema import Config
+
+
+def impossible(config: Config) -> list[str]:
+    """Why the settings cannot work together, one line each."""
+    rollout, training, found = config.rollout, config.training, []
+    if rollout.prompts % training.minibatches:
+        found.append(
+            f"training.minibatches = {training.minibatches} does not divide rollout.prompts = {rollout.prompts}: "
+            "a mini-batch is whole groups; choose a divisor"
+        )
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        found.append(
+            "rollout.top_p, rollout.top_k and rollout.min_p must be 1, 0 and 0: training on truncated sampling "
+            "needs the kept support, which is not carried; they are allowed under [evaluation]"
+        )
+    if config.routing.replay == "old" and config.likelihoods.old == "sampler":
+        found.append(
+            'routing.replay = "old" needs likelihoods.old = "recompute": without an old forward there are no old '
+            'experts; use routing.replay = "sampler"'
+        )
+    named = [entry.function for entry in config.reward.functions]
+    if "reasoning_gym" in named and config.task.kind != "reasoning_gym":
+        found.append(
+            f'reward.functions: reasoning_gym scores tasks of task.kind = "reasoning_gym" alone, not '
+            f'"{config.task.kind}"; use another verifier, or your own package.module:function'
+        )
+    if named and not any(entry.weight for entry in config.reward.functions):
+        found.append("reward.functions: every weight is 0, so that every reward is; give one a weight")
+    return found
+
+
+def without_effect(config: Config) -> list[str]:
+    """Settings that can have no effect, one line each."""
+    return [*_of_the_update(config), *_of_the_data(config), *_of_evaluation(config)]
+
+
+def _of_the_update(config: Config) -> list[str]:
+    found = []
+    training, optimizer, objective = config.training, config.optimizer, config.objective
+    if training.minibatches == 1 and training.epochs == 1 and config.likelihoods.old == "recompute":
+        found.append(
+            "training.minibatches = 1 and training.epochs = 1: every ratio is 1 by construction and nothing is "
+            "ever clipped; use several mini-batches to train off-policy as the paper does"
+        )
+    updates = training.steps * training.epochs * training.minibatches
+    if optimizer.warmup_updates >= updates:
+        found.append(
+            f"optimizer.warmup_updates = {optimizer.warmup_updates}: the run makes {updates} updates, so that the "
+            "learning rate never reaches optimizer.learning_rate"
+        )
+    if objective.name == "gspo_token":
+        found.append(
+            'objective.name = "gspo_token": with one advantage per response its gradient is that of "gspo" (paper, '
+            "section 4.3)"
+        )
+    return found
+
+
+def _of_the_data(config: Config) -> list[str]:
+    found = []
+    reward = config.reward
+    default = type(reward).model_fields["truncated_penalty"].default
+    if reward.truncated != "penalize" and reward.truncated_penalty != default:
+        found.append(f'reward.truncated_penalty has no effect with reward.truncated = "{reward.truncated}"')
+    found += [
+        f"reward.functions: {entry.function} has weight 0: it is called and recorded, but never counts"
+        for entry in reward.functions
+        if entry.weight == 0
+    ]
+    apart = getattr(config.task, "held_out_path", None) or getattr(config.task, "held_out_split", None)
+    if apart and config.task.held_out != type(config.task).model_fields["held_out"].default:
+        found.append(f"task.held_out has no effect: all questions of {apart} are held out")
+    if config.task.held_out == 0 and not apart:
+        found.append("task.held_out = 0: nothing is held out, so that nothing is evaluated and no checkpoint is best")
+    return found
+
+
+def _of_evaluation(config: Config) -> list[str]:
+    evaluation = config.evaluation
+    if evaluation.temperature > 0:
+        return []
+    found = []
+    if evaluation.samples > 1:
+        found.append("evaluation.samples > 1 with evaluation.temperature = 0: greedy responses are all the same")
+    if evaluation.top_p < 1 or evaluation.top_k > 0 or evaluation.min_p > 0:
+        found.append(
+            "evaluation.top_p, top_k and min_p have no effect with evaluation.temperature = 0: greedy takes the most "
+            "likely token"
+        )
+    if evaluation.every > 0 and evaluation.every >= config.training.steps:
+        found.append(
+            f"evaluation.every = {evaluation.every} with training.steps = {config.training.steps}: no evaluation falls "
+            "between the first and the last"
+        )
+    return found

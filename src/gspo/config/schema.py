@@ -1,0 +1,222 @@
+"""Every setting, with what it means, its default and its range."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from gspo.config.checks import impossible, without_effect
+from gspo.config.data import RewardConfig, TaskConfig
+from gspo.config.section import Name, NonNegative, Positive, Section
+
+ObjectiveName = Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "gmpo", "sapo"]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class RunConfig(Section):
+    """Where a run lives and what keys its randomness."""
+
+    dir: Path = Field(Path("runs"), description="Folder that holds the run folders.")
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] | None = Field(
+        None,
+        description="Name of the run folder (letters, digits, `_`, `.`, `-`); default: the config file's name and the "
+        "time of the start.",
+    )
+    seed: int = Field(0, ge=0, description="Keys every random choice: data order, sampling noise, new LoRA weights.")
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (extra `peft`). With LoRA the reference policy is the model with its adapter off."""
+
+    rank: Positive = Field(16, description="Rank of the update of each adapted matrix.")
+    alpha: float = Field(32.0, gt=0, description="Scale: the update is multiplied by alpha / rank.")
+    targets: Name | Annotated[list[Name], Field(min_length=1)] = Field(
+        "all-linear", description='Names of the modules to adapt, or "all-linear" (every one but the head).'
+    )
+
+
+class ModelConfig(Section):
+    """The policy to train."""
+
+    path: Name = Field(
+        description="Hub id, `from_pretrained` folder, or the folder of another run (its last checkpoint)."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Arithmetic of the forward and backward pass; master weights are always float32. `auto`: bfloat16 "
+        "autocast where the device has matrix instructions for it, else float32.",
+    )
+    device: str = Field(
+        "auto", description='`auto` (CUDA if there is one, else CPU), or a torch device such as "cuda:1".'
+    )
+    layout: Literal["auto", "shared", "packed", "padded"] = Field(
+        "auto",
+        description="How rollouts are laid out in a forward pass: `shared` computes a group's prompt once, `packed` "
+        "puts sequences end to end, `padded` pads them. `auto` takes the first that is exact for the model.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code that a model repository ships.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters instead of all weights.")
+
+
+class RolloutConfig(Section):
+    """How responses are sampled for training."""
+
+    engine: Literal["transformers"] = Field("transformers", description="Inference engine.")
+    prompts: Positive = Field(8, description="Prompts per step (P).")
+    group_size: int = Field(8, ge=2, description="Responses per prompt (G).")
+    max_tokens: Positive = Field(256, description="Longest response, in tokens.")
+    max_concurrent: Positive = Field(64, description="Sequences that the engine generates at a time.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are taken at it.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling. Training refuses values below 1.")
+    top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens, 0: all. Training refuses others.")
+    min_p: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Drop tokens below this share of the most likely one. Training refuses others.",
+    )
+    stop: list[Name] = Field(default_factory=list, description="Strings that end a response.")
+    resample_without_signal: int = Field(
+        0,
+        ge=0,
+        description="Dynamic sampling: how many times a step may replace groups of equal rewards by new prompts.",
+    )
+
+
+class ObjectiveConfig(Section):
+    """The loss. `gspo` is the paper's; `grpo` is its control, run by the same code."""
+
+    name: ObjectiveName = Field("gspo", description="Objective, a function of `gspo.objectives`.")
+    clip_low: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Ratios below 1 - clip_low are clipped; default: the objective's own (gspo 3e-4, grpo 0.2).",
+    )
+    clip_high: float | None = Field(
+        None,
+        gt=0,
+        description="Ratios above 1 + clip_high are clipped; default: the objective's own (gspo 4e-4, grpo 0.27).",
+    )
+    advantage_scale: Literal["std", "none"] = Field(
+        "std", description="Divide a group's centred rewards by their standard deviation, or not."
+    )
+    kl_weight: NonNegative = Field(
+        0.0,
+        description="Weight of the KL to the frozen starting policy (k3 estimate, mean over tokens). 0: not computed.",
+    )
+
+
+class LikelihoodsConfig(Section):
+    """Which log-probs stand in the ratio's denominator."""
+
+    old: Literal["recompute", "sampler"] = Field(
+        "recompute",
+        description="`recompute`: the training engine scores the responses before the update; `sampler`: those the "
+        "inference engine returned, with no scoring pass.",
+    )
+
+
+class RoutingConfig(Section):
+    """Routing Replay for Mixture-of-Experts policies."""
+
+    replay: Literal["off", "old", "sampler"] = Field(
+        "off",
+        description="Experts of the update: the router's own (`off`), those of the old policy (`old`, the paper's "
+        "Routing Replay), or those that the inference engine used (`sampler`).",
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="Decay rates of the two moments.")
+    epsilon: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: NonNegative = Field(0.0, description="Decoupled weight decay, on matrices only.")
+    warmup_updates: int = Field(0, ge=0, description="Updates over which the learning rate rises linearly from 0.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Learning rate after the warm-up."
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this norm.")
+
+
+class TrainingConfig(Section):
+    """The loop."""
+
+    steps: Positive = Field(100, description="Rollout batches to train on.")
+    minibatches: Positive = Field(
+        4, description="Updates per rollout batch (whole groups each; must divide `rollout.prompts`)."
+    )
+    epochs: Positive = Field(1, description="Passes over each rollout batch.")
+    micro_batch_tokens: Positive = Field(
+        8192,
+        description="Tokens that one forward and backward pass holds in memory; never visible in the numbers.",
+    )
+
+
+class EvaluationConfig(Section):
+    """Accuracy on held-out prompts."""
+
+    every: int = Field(
+        0,
+        ge=0,
+        description="Evaluate after every so many steps; 0: only before the first and after the last.",
+    )
+    samples: Positive = Field(1, description="Responses per held-out prompt.")
+    temperature: NonNegative = Field(0.0, description="0: greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens, 0: all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one.")
+
+
+class CheckpointConfig(Section):
+    """What is saved, and when."""
+
+    every: int = Field(
+        50, ge=0, description="Save after every so many steps; the last step is always saved; 0: only it."
+    )
+    keep: Positive = Field(2, description="Latest checkpoints kept; the best by held-out accuracy is kept too.")
+
+
+class TrackingConfig(Section):
+    """Where metrics go besides the run folder."""
+
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list, description="Trackers to report to, each an extra of the package."
+    )
+    project: str = Field("gspo", description="Project name given to the trackers.")
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig
+    task: TaskConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    likelihoods: LikelihoodsConfig = Field(default_factory=LikelihoodsConfig)
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Config:
+        found = impossible(self)
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+    def warnings(self) -> list[str]:
+        """Settings that can have no effect, one line each."""
+        return without_effect(self)

@@ -1,0 +1,53 @@
+"""The commands that start vLLM servers that the server engine can use."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+
+def serve_commands(
+    path: str,
+    urls: Sequence[str],
+    *,
+    dtype: str,
+    on_cpu: bool,
+    max_concurrent: int,
+    cache_gib: float,
+    trust_remote_code: bool = False,
+) -> list[str]:
+    """One shell command for each URL, to be run on the machine that the URL names.
+
+    `VLLM_SERVER_DEV_MODE` opens the interface that replaces weights to everyone who reaches the port: keep it inside
+    a private network. On a CPU compilation, which takes minutes, is left out and waiting threads do not spin.
+
+    >>> for line in serve_commands("m", ["http://127.0.0.1:8000"], dtype="bfloat16", on_cpu=False, max_concurrent=64,
+    ...                            cache_gib=4.0)[0].split(" --"):
+    ...     print(line)
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server
+    model m
+    host 127.0.0.1
+    port 8000
+    dtype bfloat16
+    max-num-seqs 64
+    enable-scale-out
+    logprobs-mode processed_logprobs
+    generation-config vllm
+    """
+    commands = []
+    for url in urls:
+        parts = urlsplit(url)
+        environment = {"VLLM_SERVER_DEV_MODE": "1"}
+        arguments = ["--model", path, "--host", parts.hostname or "127.0.0.1"]
+        arguments += ["--port", str(parts.port or (443 if parts.scheme == "https" else 80))]
+        arguments += ["--dtype", dtype, "--max-num-seqs", str(max_concurrent), "--enable-scale-out"]
+        arguments += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+        if on_cpu:
+            environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+            arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cache_gib * 2**30))]
+        if trust_remote_code:
+            arguments.append("--trust-remote-code")
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        commands.append(" ".join([*settings, "python -m vllm.entrypoints.openai.api_server", shlex.join(arguments)]))
+    return commands

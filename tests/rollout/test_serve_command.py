@@ -1,0 +1,40 @@
+"""The commands that start fitting servers."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from gspo.rollout.serve_command import serve_commands
+
+
+def words(**settings: Any) -> list[list[str]]:
+    defaults: dict[str, Any] = {"dtype": "bfloat16", "on_cpu": False, "max_concurrent": 64, "cache_gib": 4.0}
+    commands = serve_commands("my model", ["http://10.0.0.5:8001", "https://h/v"], **{**defaults, **settings})
+    return [shlex.split(command) for command in commands]
+
+
+def test_every_server_gets_its_own_address() -> None:
+    first, second = words()
+    assert first[first.index("--host") + 1] == "10.0.0.5"
+    assert first[first.index("--port") + 1] == "8001"
+    assert (second[second.index("--host") + 1], second[second.index("--port") + 1]) == ("h", "443")
+    assert first[first.index("--model") + 1] == "my model"
+
+
+def test_what_the_engine_relies_on_is_switched_on() -> None:
+    for command in words(trust_remote_code=True):
+        assert command[0] == "VLLM_SERVER_DEV_MODE=1"
+        assert "--enable-scale-out" in command
+        assert command[command.index("--logprobs-mode") + 1] == "processed_logprobs"
+        assert command[command.index("--generation-config") + 1] == "vllm"
+        assert command[command.index("--max-num-seqs") + 1] == "64"
+        assert command[-1] == "--trust-remote-code"
+
+
+def test_a_cpu_server_starts_fast_and_leaves_memory_to_training() -> None:
+    command = words(on_cpu=True, cache_gib=0.5)[0]
+    assert "OMP_WAIT_POLICY=PASSIVE" in command
+    assert "--enforce-eager" in command
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
+    assert "--enforce-eager" not in words()[0]
