@@ -85,7 +85,10 @@ def test_clock_time() -> None:
 
 def test_the_table_shows_estimates_with_intervals_and_n() -> None:
     console = plain_console()
-    print_estimates(console, "held out [x]", ["accuracy"], [("before", [(0.1, 0.05, 0.15, 200)]), ("after", [None])])
-    text = output(console)
-    assert "held out [x]" in text
-    assert "0.100 [0.050, 0.150] n=200" in text
+    known = {"value": 0.1, "low": 0.05, "high": 0.15, "n": 200}
+    nothing = {"value": None, "low": None, "high": None, "n": 0}
+    print_estimates(console, "held out [x]", [("before", known), ("[b]after", nothing)])
+    lines = output(console).splitlines()
+    assert "held out [x]" in lines[0]
+    assert [cell.strip() for cell in lines[4].split("│")[1:-1]] == ["before", "0.100", "0.050 to 0.150", "200"]
+    assert [cell.strip() for cell in lines[5].split("│")[1:-1]] == ["[b]after", "-", "-", "0"]

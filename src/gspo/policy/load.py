@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,42 @@ def load_policy(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What can be said of a policy before its weights are read. `free` bytes are left on its device, if known."""
+
+    tokenizer: Any
+    context_length: int | None
+    memory: MemoryEstimate
+    free: int | None
+
+
+def preview_policy(
+    path: str | Path,
+    *,
+    device: str = "auto",
+    activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    trust_remote_code: bool = False,
+    reference: bool = False,
+    tokens: int = 0,
+) -> Preview:
+    """Tokenizer and memory of the policy that `load_policy` would load for training; takes and raises the same."""
+    target = choose_device(device)
+    folder = resolve_path(str(path))
+    config = _load_config(folder, trust_remote_code)
+    memory = memory_of(
+        config,
+        lora=lora,
+        reference=reference,
+        tokens=tokens,
+        activation_checkpointing=activation_checkpointing,
+        trust_remote_code=trust_remote_code,
+    )
+    tokenizer = _load_tokenizer(folder, trust_remote_code)
+    return Preview(tokenizer, context_length(config), memory, free_memory(target))
+
+
 def choose_device(device: str) -> torch.device:
     """`auto` is the first CUDA device if there is one, else the CPU.
 
@@ -140,15 +177,14 @@ def resolve_path(path: str) -> str:
         if path.startswith((".", "/", "~")) or path.count("/") > 1:
             raise BadInputError(f"model.path: {path!r} does not exist; give a folder or a hub id such as org/name")
         return path
-    if not (folder / "config.json").exists():
-        checkpoints = sorted(
-            (f.parent for f in folder.glob("checkpoints/*/config.json")), key=lambda f: _step_of(f.name)
+    # A run's folder has a config.json too: that of the run.
+    checkpoints = sorted(folder.glob("checkpoints/step-*/config.json"), key=lambda f: _step_of(f.parent.name))
+    if checkpoints:
+        folder = checkpoints[-1].parent
+    elif not (folder / "config.json").exists():
+        raise BadInputError(
+            f"model.path: {path!r} has no config.json and no checkpoints; give a folder that from_pretrained loads"
         )
-        if not checkpoints:
-            raise BadInputError(
-                f"model.path: {path!r} has no config.json and no checkpoints; give a folder that from_pretrained loads"
-            )
-        folder = checkpoints[-1]
     if not any(folder.glob("*.safetensors")):
         raise BadInputError(
             f"model.path: {str(folder)!r} has no weights (*.safetensors); pickled weights (*.bin) are not read: "

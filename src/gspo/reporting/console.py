@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-Cell = tuple[float, float, float, int]
-"""An estimate, the ends of its interval, and how many prompts it is over."""
 
 
 def printable(text: str) -> str:
@@ -102,29 +99,17 @@ def _short(value: float | int | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-def print_estimates(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[Cell | None]]],
-) -> None:
-    """A table of estimates, each with its interval and n."""
+def print_estimates(console: Console, title: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
+    """A table of estimates (`value`, `low`, `high`, `n`), each with its 95 % interval."""
     table = Table(title=Text(printable(title)), title_justify="left")
-    table.add_column("")
-    for name in columns:
-        table.add_column(Text(printable(name)), justify="right", no_wrap=True)
-    for name, cells in rows:
-        table.add_row(Text(printable(name)), *(Text(_cell(cell)) for cell in cells))
+    for name in ("", "accuracy", "95 % interval", "prompts"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    for name, estimate in rows:
+        table.add_row(Text(printable(name)), *_cells(estimate))
     console.print(table)
 
 
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
-        return "-"
-    value, low, high, n = cell
-    return f"{value:.3f} [{low:.3f}, {high:.3f}] n={n}"
-
-
-def print_run_path(console: Console, path: Path) -> None:
-    """Says where the run lies, on a line of its own that can be copied."""
-    say(console, f"run: {path}")
+def _cells(estimate: Mapping[str, Any]) -> tuple[str, str, str]:
+    if estimate["value"] is None:
+        return "-", "-", "0"
+    return f"{estimate['value']:.3f}", f"{estimate['low']:.3f} to {estimate['high']:.3f}", str(estimate["n"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,12 +36,19 @@ class RunFolder:
 
         The name is `run.name`, or `default_name` and the time. Raises BadInputError where that is taken.
         """
-        path = _free_folder(config, default_name)
-        run = cls(path)
+        run = cls(config.run.dir / (config.run.name or free_name(config.run.dir, default_name)))
+        run.check_free()
         run.rollouts.mkdir(parents=True)
         run.checkpoints.mkdir()
-        write_atomically(run.config_file, config.model_dump_json(indent=2).encode() + b"\n")
+        run.write_config(config)
         return run
+
+    def check_free(self) -> None:
+        """Raises BadInputError where something lies at the path of a new run."""
+        if self.path.exists():
+            raise BadInputError(
+                f"run.name: {self.path} exists; choose another name, or go on with --resume {self.path}"
+            )
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -60,7 +69,11 @@ class RunFolder:
             return False
         return isinstance(content, dict) and {"run", "task", "objective"} <= set(content)
 
-    def read_config(self, overrides: dict[str, str] | None = None) -> Config:
+    def write_config(self, config: Config) -> None:
+        """Writes the resolved config."""
+        write_atomically(self.config_file, config.model_dump_json(indent=2).encode() + b"\n")
+
+    def read_config(self, overrides: Mapping[str, str] | None = None) -> Config:
         """The config that the run was started with, with `section.key -> text` changes."""
         return build_config(json.loads(self.config_file.read_bytes()), overrides, source=str(self.config_file))
 
@@ -97,13 +110,8 @@ class RunFolder:
         return self.path / "evaluations" / f"step-{step:06d}.jsonl.zst"
 
 
-def _free_folder(config: Config, default_name: str) -> Path:
-    if config.run.name is not None:
-        path = config.run.dir / config.run.name
-        if path.exists():
-            raise BadInputError(f"run.name: {path} exists; choose another name, or go on with --resume {path}")
-        return path
-    stem = re.sub(r"[^\w.-]+", "-", default_name)
-    name = f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = [config.run.dir / name, *(config.run.dir / f"{name}-{i}" for i in range(2, 100))]
-    return next(path for path in candidates if not path.exists())
+def free_name(folder: Path, stem: str) -> str:
+    """A name for a new run in `folder`: the stem and the time, with a number where that is taken."""
+    name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem).strip('.-') or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(candidate for candidate in candidates if not (folder / candidate).exists())

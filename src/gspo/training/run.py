@@ -44,7 +44,7 @@ class Run:
                 config.task,
                 self.policy.tokenizer,
                 seed=config.run.seed,
-                max_prompt_tokens=max_prompt_tokens(config, self.policy),
+                max_prompt_tokens=max_prompt_tokens(config, self.policy.context_length),
                 rows=rows,
             )
             self._check_prompts()
@@ -186,14 +186,14 @@ def training_sampling(config: Config, policy: Policy) -> Sampling:
     )
 
 
-def max_prompt_tokens(config: Config, policy: Policy) -> int:
+def max_prompt_tokens(config: Config, context_length: int | None) -> int:
     """What the model's context leaves for a prompt beside the longest response."""
-    if policy.context_length is None:
+    if context_length is None:
         return 1_000_000_000
-    room = policy.context_length - config.rollout.max_tokens
+    room = context_length - config.rollout.max_tokens
     if room < 1:
         raise BadInputError(
-            f"rollout.max_tokens = {config.rollout.max_tokens}: the model's context of {policy.context_length} tokens "
+            f"rollout.max_tokens = {config.rollout.max_tokens}: the model's context of {context_length} tokens "
             "leaves no room for a prompt; lower it"
         )
     return room

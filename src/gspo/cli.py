@@ -1,0 +1,225 @@
+"""The `gspo` command. torch and transformers are imported once the arguments and the config are known to be right."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+from gspo import __version__
+from gspo.config import Config, load_config
+from gspo.errors import BadInputError, GspoError
+
+_OVERRIDES = """
+Any setting of docs/settings.md can be given as a flag and wins over the file:
+  --training.steps 50 --rollout.stop '["\\n"]' --task.parameters.max_terms 4
+"""
+_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input) or 130 (Ctrl-C)."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except BadInputError as error:
+        _complain(error)
+        return 2
+    except GspoError as error:
+        _complain(error)
+        return 1
+    except KeyboardInterrupt:
+        print("gspo: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInputError(f"{message}; see {self.prog} --help")
+
+
+def _dispatch(argv: list[str]) -> int:
+    words, overrides = split_overrides(argv)
+    arguments, unknown = _parser().parse_known_args(words)
+    if unknown:
+        raise BadInputError(_unknown(unknown[0]))
+    if arguments.command == "train":
+        return _train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
+    return _evaluate(arguments, overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="gspo",
+        description="Sequence-level reinforcement learning of language models (GSPO, arXiv 2507.18071).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"gspo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval")
+    shape = argparse.RawDescriptionHelpFormatter
+    train = commands.add_parser(
+        "train", help="train a policy", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
+    )
+    train.add_argument("config", nargs="?", type=Path, metavar="CONFIG.toml", help="settings of the run")
+    train.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="show the resolved config and what is wrong with it, load task and rewards, and stop before the weights",
+    )
+    train.add_argument(
+        "--resume", type=Path, metavar="RUN", help="go on with a run from its last checkpoint, under its own config"
+    )
+    evaluate = commands.add_parser(
+        "eval", help="measure a model or a run", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
+    )
+    evaluate.add_argument("model", metavar="MODEL_OR_RUN", help="hub id, model folder or run folder")
+    evaluate.add_argument(
+        "--task",
+        type=Path,
+        metavar="CONFIG.toml",
+        help="config whose task, rewards and response length are used; default: the run's. A task can also be given in "
+        "flags: --task.kind jsonl --task.path rows.jsonl",
+    )
+    evaluate.add_argument("--samples", type=int, default=8, metavar="K", help="responses per prompt (default 8)")
+    evaluate.add_argument(
+        "--temperature", type=float, metavar="T", help="of the samples; default: that of training (rollout.temperature)"
+    )
+    evaluate.add_argument("--json", action="store_true", help="print the figures as JSON, per prompt too")
+    return parser
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Takes `--section.key value` and `--section.key=value` out of the arguments; the last of a name wins.
+
+    >>> split_overrides(["train", "a.toml", "--training.steps", "5", "--dry-run"])
+    (['train', 'a.toml', '--dry-run'], {'training.steps': '5'})
+    """
+    words: list[str] = []
+    overrides: dict[str, str] = {}
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            words.append(word)
+            continue
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise BadInputError(f"{name}: needs a value, as in {name} VALUE")
+        overrides[name.removeprefix("--")] = value
+    return words, overrides
+
+
+def _unknown(word: str) -> str:
+    from gspo.config.explain import nearest
+    from gspo.config.fields import setting_names
+
+    if not word.startswith("-"):
+        return f"{word}: unexpected; see gspo --help"
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    meant = nearest(name, setting_names())
+    return f"{word}: unknown flag; " + (f"did you mean --{meant}?" if meant else "see gspo --help")
+
+
+def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
+    from gspo.reporting.run_folder import RunFolder, free_name
+    from gspo.reporting.trackers import check_trackers
+
+    if resume is not None:
+        if path is not None:
+            raise BadInputError(f"{path}: --resume goes on under the run's own config; leave the file out")
+        folder = RunFolder.open(resume)
+        config = folder.read_config(overrides)
+    else:
+        if path is None:
+            raise BadInputError("CONFIG.toml: missing; give a config file, or a run to go on with: --resume RUN")
+        config = load_config(path, overrides)
+        if config.run.name is None:
+            run = config.run.model_copy(update={"name": free_name(config.run.dir, path.stem)})
+            config = config.model_copy(update={"run": run})
+        folder = RunFolder(config.run.dir / str(config.run.name))
+        folder.check_free()
+    check_trackers(config.tracking)
+    if dry_run:
+        return _dry_run(config)
+    if resume is not None and overrides:
+        folder.write_config(config)
+    from gspo.training.loop import train
+
+    try:
+        train(config, resume=resume)
+    except KeyboardInterrupt:
+        _say_how_to_go_on(folder.path)
+        return _INTERRUPTED
+    _show_result(folder.path, config)
+    return 0
+
+
+def _dry_run(config: Config) -> int:
+    print(config.model_dump_json(indent=2))
+    from gspo.training.dry_run import dry_run
+
+    for line in dry_run(config):
+        print(line)
+    return 0
+
+
+def _say_how_to_go_on(run: Path) -> None:
+    if any((run / "checkpoints").glob("step-*")):
+        print(f"gspo: interrupted; go on with: gspo train --resume {run}", file=sys.stderr)
+    else:
+        print("gspo: interrupted before the first checkpoint; start again (see checkpoint.every)", file=sys.stderr)
+
+
+def _show_result(run: Path, config: Config) -> None:
+    from rich.console import Console
+
+    from gspo.reporting.console import print_estimates, say
+    from gspo.reporting.files import read_lines
+    from gspo.reporting.run_folder import RunFolder
+
+    console = Console()
+    evaluations = RunFolder(run).evaluations_file
+    records = read_lines(evaluations) if evaluations.exists() else []
+    if records:
+        rows = [(f"after step {record['step']}", record["accuracy"]) for record in (records[0], records[-1])]
+        rows[0] = ("before" if records[0]["step"] == 0 else rows[0][0], rows[0][1])
+        how = "greedy" if config.evaluation.temperature == 0 else f"temperature {config.evaluation.temperature:g}"
+        print_estimates(console, f"held-out accuracy ({how})", rows if len(records) > 1 else rows[:1])
+    say(console, f"run: {run}")
+
+
+def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    from gspo.training.evaluation_config import evaluation_config
+
+    if arguments.samples < 1:
+        raise BadInputError(f"--samples: found {arguments.samples}, should be 1 or more")
+    config = evaluation_config(
+        arguments.model,
+        arguments.task,
+        overrides=overrides,
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+    )
+    from rich.console import Console
+
+    from gspo.reporting.console import print_estimates
+    from gspo.training.evaluate_model import evaluate_config
+
+    report = evaluate_config(config)
+    if arguments.json:
+        import json
+
+        print(json.dumps(report.as_record(), indent=2))
+    else:
+        rows = [(name, asdict(estimate)) for name, estimate in report.estimates().items()]
+        drawn = f"{config.evaluation.samples} at temperature {config.evaluation.temperature:g}"
+        print_estimates(Console(), f"held-out accuracy of {arguments.model} (samples: {drawn})", rows)
+    return 0
+
+
+def _complain(error: GspoError) -> None:
+    for line in str(error).splitlines():
+        print(f"gspo: {line}", file=sys.stderr)

@@ -1,0 +1,60 @@
+"""Everything of a run that can be tried without its weights: `gspo train --dry-run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+from gspo.config import Config
+from gspo.errors import BadInputError
+from gspo.policy.load import Preview, preview_policy
+from gspo.rewards.runner import RewardRunner
+from gspo.tasks.load import Task, load_task
+from gspo.tasks.rows import load_rows
+from gspo.training.run import largest_micro_batch, max_prompt_tokens
+
+GB = 1e9
+
+
+def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> list[str]:
+    """Loads task, rewards and tokenizer and estimates memory; returns what there is to say, warnings first.
+
+    Raises BadInputError for what would stop the run before its first step, except a lack of memory, which is told.
+    """
+    rows = load_rows(config.task, seed=config.run.seed)
+    with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
+        warnings = config.warnings() + rewards.validate(rows.train)
+        names = rewards.names
+    model = config.model
+    policy = preview_policy(
+        model.path,
+        device=model.device,
+        activation_checkpointing=model.activation_checkpointing,
+        lora=model.lora,
+        trust_remote_code=model.trust_remote_code,
+        reference=config.objective.kl_weight > 0,
+        tokens=largest_micro_batch(config, rows),
+    )
+    room = max_prompt_tokens(config, policy.context_length)
+    task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
+    if len(task.train) < config.rollout.prompts:
+        raise BadInputError(
+            f"rollout.prompts = {config.rollout.prompts}: the task has only {len(task.train)} distinct training "
+            "prompts; lower it, hold out fewer, or give more data"
+        )
+    return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]
+
+
+def _memory(policy: Preview) -> str:
+    free = "" if policy.free is None else f"; {policy.free / GB:.1f} GB are free"
+    short = " (too little)" if policy.free is not None and policy.memory.total > policy.free else ""
+    return f"memory: {policy.memory}{free}{short}"
+
+
+def _task(task: Task) -> str:
+    longest = max(len(prompt.ids) for prompt in task.train + task.held_out)
+    return (
+        f"task: {len(task.train)} training prompts, {len(task.held_out)} held out, none in both; the longest has "
+        f"{longest} tokens"
+    )
