@@ -75,8 +75,11 @@ def test_no_rows_and_unknown_scale() -> None:
 
 
 def test_nothing_waits_for_the_device() -> None:
+    """On `meta` there are no values: anything that asks for one raises."""
     ids = torch.zeros(4, dtype=torch.int64, device="meta")
     assert group_advantages(torch.zeros(4, device="meta"), ids).is_meta
+    turns = torch.zeros(4, 7, dtype=torch.int64, device="meta")
+    assert turn_advantages(torch.zeros(4, 2, device="meta"), ids, turns, discount=0.5).is_meta
 
 
 def test_a_step_can_be_right_and_the_next_wrong() -> None:

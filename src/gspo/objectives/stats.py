@@ -118,17 +118,18 @@ def collect_stats(
     `sequence_log_ratios` are the means over each row's tokens. All inputs are detached or boolean.
     """
     signs = torch.stack([advantages < 0, advantages == 0, advantages > 0])
-    count = _UnitCounter(mask, signs, None if spans is None else dense_ids(spans))
+    lengths = mask.sum(1)
+    count = _UnitCounter(mask, lengths, signs, None if spans is None else dense_ids(spans))
     total = count(torch.ones_like(flags.outside_low))
     outside = torch.stack([count(flags.outside_low), count(flags.outside_high)])
     removed = torch.stack([count(flags.removed_low), count(flags.removed_high)])
     by_sequence, by_token = _by_sequence(total, outside, removed), _by_token(total, outside, removed)
     beyond = count(log_ratios.abs() > MAX_LOG_RATIO)
-    rows = mask.any(1)
+    rows, tokens = lengths > 0, lengths.sum()
     return ObjectiveStats(
         sequences=rows.sum(),
-        tokens=mask.sum(),
-        units=mask.sum() if token_units else by_sequence.total.sum(),
+        tokens=tokens,
+        units=tokens if token_units else by_sequence.total.sum(),
         saturated=beyond.sum() if token_units else (beyond.sum(-1) > 0).sum(),
         log_ratio_sum=torch.where(rows, sequence_log_ratios, 0).double().sum(),
         by_sequence=by_sequence,
@@ -140,17 +141,18 @@ def collect_stats(
 class _UnitCounter:
     """Counts flagged trainable tokens per sequence (or span) and advantage sign: [U, 3].
 
-    `mask` [B, T], `signs` [3, B] or [3, B, T], `span_index` [B, T] or None.
+    `mask` [B, T], `lengths` [B], `signs` [3, B] or [3, B, T], `span_index` [B, T] or None.
     """
 
     mask: Tensor
+    lengths: Tensor
     signs: Tensor
     span_index: Tensor | None
 
     def __call__(self, flag: Tensor) -> Tensor:
         """`flag` is [B], one for all tokens of a row, or [B, T]."""
         if self.span_index is None and self.signs.dim() == 2:
-            tokens = (flag & self.mask).sum(1) if flag.dim() == 2 else self.mask.sum(1) * flag
+            tokens = (flag & self.mask).sum(1) if flag.dim() == 2 else self.lengths * flag
             return (tokens * self.signs).T
         token_flag = (flag if flag.dim() == 2 else flag[:, None]) & self.mask
         signs = self.signs if self.signs.dim() == 3 else self.signs[:, :, None]
