@@ -23,12 +23,16 @@ _WRAPPERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MoeLayer:
-    """One MoE block: the module whose forward chooses experts, and the module that runs them."""
+    """One MoE block: the module whose forward chooses experts, and the module that runs them.
+
+    `fixed`: experts are looked up by token id, so that there is nothing to force.
+    """
 
     name: str
     block: nn.Module
     experts: nn.Module
     num_experts: int
+    fixed: bool
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoeLayer]:
@@ -39,13 +43,13 @@ def moe_layers(model: nn.Module) -> dict[str, MoeLayer]:
     modules = {_plain_name(path): module for path, module in model.named_modules()}
     layers: dict[str, MoeLayer] = {}
     for path, experts in modules.items():
-        if not type(experts).__name__.endswith("Experts"):
+        name, _, leaf = path.rpartition(".")
+        if not type(experts).__name__.endswith("Experts") or leaf.startswith("shared"):
             continue
-        name = path.rpartition(".")[0]
         block = modules[name]
         if name in layers:
             raise cannot_replay(block, name, "it holds several expert modules, where one is needed")
-        layers[name] = MoeLayer(name, block, experts, _count(experts, name))
+        layers[name] = MoeLayer(name, block, experts, _count(experts, name), getattr(block, "is_hash", False))
     return layers
 
 
@@ -53,7 +57,7 @@ def require_moe_layers(model: nn.Module) -> dict[str, MoeLayer]:
     """The same; raises BadInputError for a dense model."""
     layers = moe_layers(model)
     if not layers:
-        raise cannot_replay(model, "the model", "it has no Mixture-of-Experts layer")
+        raise cannot_replay(model, "the model", "it has no Mixture-of-Experts layer with an experts module")
     return layers
 
 
@@ -71,6 +75,8 @@ def expert_indices(layer: MoeLayer, args: tuple[Any, ...], kwargs: dict[str, Any
     ]
     if len(found) != 1:
         raise cannot_replay(layer.experts, layer.name, "it takes no matrix of expert indices")
+    if found[0].shape[-1] == layer.num_experts:
+        raise cannot_replay(layer.experts, layer.name, "it takes a mask over its experts, or all of them, not a choice")
     return found[0].flatten(0, -2)
 
 
@@ -87,7 +93,7 @@ def _plain_name(path: str) -> str:
 
 
 def _count(experts: nn.Module, name: str) -> int:
-    for attribute in ("num_experts", "num_local_experts", "n_routed_experts"):
+    for attribute in ("total_experts", "num_experts", "num_local_experts", "n_routed_experts"):
         count = getattr(experts, attribute, None)
         if isinstance(count, int):
             return count

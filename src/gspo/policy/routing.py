@@ -167,8 +167,10 @@ class _Replay:
             received = expert_indices(layer, args, kwargs)
             check_shape(layer, self.routes, *received.shape)
             forced = self.entries[layer.name][-1].forced if self.entries[layer.name] else None
-            if forced is None:
-                raise cannot_replay(layer.block, layer.name, "it chooses experts without a topk to answer")
+            if layer.fixed:
+                forced = self.fixed_routes(layer, received)
+            elif forced is None:
+                raise cannot_replay(layer.block, layer.name, "it chooses experts without a topk over all of them")
             self.reached[layer.name].append((received == forced.view_as(received)).all())
             counts = self.proof.recomputes if _in_backward() else self.proof.forwards
             counts[layer.name] += 1
@@ -189,6 +191,13 @@ class _Replay:
         for value in outputs:
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(check)  # type: ignore[no-untyped-call]
+
+    def fixed_routes(self, layer: MoeLayer, received: Tensor) -> Tensor:
+        """What a layer without a choice must receive: its routes, except in native rows."""
+        expected = self.routes[layer.name].to(received.device, received.dtype)
+        if self.native_rows is None:
+            return expected
+        return torch.where(self.native_rows.to(received.device)[:, None], received, expected)
 
     def answer(self, layer: MoeLayer, scores: Tensor, k: int) -> Int[Tensor, "... K"]:
         """The indices that stand in for those of `topk(scores, k)`."""
@@ -220,6 +229,8 @@ class _Replay:
         if min_agreement is None or self.proof.rows == 0:
             return
         for name, parts in self.agreements.items():
+            if self.layers[name].fixed:
+                continue
             share, chance = torch.stack(parts).mean(0).tolist()
             self.proof.agreement[name] = share
             if self.proof.rows >= ROWS_TO_JUDGE:
@@ -243,7 +254,7 @@ class _ForcedTopk(TorchFunctionMode):
 
     def _topk(self, input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
         # Group-limited routers also take a topk over groups of experts: fewer columns than there are experts.
-        over_experts = dim in (-1, input.ndim - 1) and input.shape[-1] >= self.layer.num_experts
+        over_experts = dim in (-1, input.ndim - 1) and input.shape[-1] == self.layer.num_experts
         if not (over_experts and largest and k == self.replay.routes[self.layer.name].shape[1]):
             return torch.topk(input, k, dim, largest, sorted)
         self.forced = self.replay.answer(self.layer, input, k)
