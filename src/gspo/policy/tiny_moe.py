@@ -30,6 +30,7 @@ from gspo.policy.smollm2 import cache_folder, point
 from gspo.tasks.addition import ALPHABET, problems
 
 PAD, EOS = "<pad>", "<eos>"
+CONTEXT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ def make_tokenizer() -> Any:
         eos_token=EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
     )
 
 
@@ -112,7 +114,7 @@ def make_model(recipe: Recipe, tokenizer: Any) -> Any:
         num_experts=recipe.experts,
         num_experts_per_tok=recipe.experts_per_token,
         norm_topk_prob=True,
-        max_position_embeddings=256,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -175,8 +177,8 @@ def sampled_accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]])
         top_p=1.0,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = [text.rpartition("#")[2] == row["answer"] for text, row in zip(texts, rows, strict=True)]
-    return sum(right) / len(right)
+    right = sum(text.rpartition("#")[2] == row["answer"] for text, row in zip(texts, rows, strict=True))
+    return right / len(rows)
 
 
 def _positions(attended: Tensor) -> Tensor:

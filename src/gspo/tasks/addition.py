@@ -17,7 +17,7 @@ from typing import Literal
 Split = Literal["cold_start", "train", "held_out"]
 
 ALPHABET = "0123456789+=: #"
-_BUCKETS: dict[str, range] = {"held_out": range(0, 1), "cold_start": range(1, 6), "train": range(6, 11)}
+_BUCKETS: dict[str, range] = {"held_out": range(1), "cold_start": range(1, 6), "train": range(6, 11)}
 
 
 def problems(
