@@ -177,7 +177,7 @@ def sampled_accuracy(model: Any, tokenizer: Any, rows: Sequence[dict[str, str]])
         top_p=1.0,
     )
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    right = sum(text.rpartition("#")[2] == row["answer"] for text, row in zip(texts, rows, strict=True))
+    right: int = sum(text.rpartition("#")[2] == row["answer"] for text, row in zip(texts, rows, strict=True))
     return right / len(rows)
 
 
