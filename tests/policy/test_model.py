@@ -1,15 +1,17 @@
 import pytest
 import torch
-from tiny import FAMILIES, gradients, plain_scores, random_rollouts, tiny_model, worst
+from tiny import FAMILIES, HYBRIDS, gradients, make_rollout, plain_scores, random_rollouts, tiny_model, worst
 
+from gspo.config import LoraConfig
+from gspo.policy.adapters import add_lora
+from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.model import Policy, ScoringModel
-from gspo.policy.probe import probe
 
 TEMPERATURE = 0.7
 
 
-def policy_of(model, kind, *, exact_head=True) -> Policy:
-    return Policy(ScoringModel(model, exact_head), None, (1,), 0, 128, kind)
+def policy_of(model, kind="shared", *, exact_head=True, layout_attention=True) -> Policy:
+    return Policy(ScoringModel(model, exact_head, layout_attention), None, (1,), 0, 128, kind)
 
 
 def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -18,13 +20,12 @@ def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (logprobs * first + entropy * second).sum()
 
 
-def compare_with_plain(model, kind, *, exact_head=True) -> None:
+def compare_with_plain(model, policy: Policy) -> None:
     """Log-probs, entropies and every gradient against one forward per rollout."""
     rollouts = random_rollouts()
     expected = plain_scores(model, rollouts, TEMPERATURE)
     loss_of(*expected).backward()
     reference = gradients(model)
-    policy = policy_of(model, kind, exact_head=exact_head)
     with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
         loss_of(scores.logprobs, scores.entropy).backward()
     torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
@@ -33,22 +34,119 @@ def compare_with_plain(model, kind, *, exact_head=True) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_head_of_every_family_is_understood(family):
-    assert probe(tiny_model(family), "padded").exact_head
+def test_shared_prompts_give_the_scores_and_gradients_of_one_rollout_at_a_time(family):
+    model = tiny_model(family)
+    compare_with_plain(model, policy_of(model))
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded"])
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "granite"])
-def test_scores_and_gradients_are_those_of_one_rollout_at_a_time(family, kind):
-    compare_with_plain(tiny_model(family), kind)
+@pytest.mark.parametrize(("kind", "ours"), [("packed", True), ("packed", False), ("padded", False)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_so_do_packed_and_padded(family, kind, ours):
+    model = tiny_model(family)
+    compare_with_plain(model, policy_of(model, kind, layout_attention=ours))
 
 
-def test_a_head_that_is_not_understood_gives_the_same_through_logits():
-    compare_with_plain(tiny_model("gemma2"), "padded", exact_head=False)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_are_exact_when_padded(family):
+    model = tiny_model(family, scale=2.0)
+    compare_with_plain(model, policy_of(model, "padded", layout_attention=False))
+
+
+@pytest.mark.parametrize("kind", ["shared", "padded"])
+def test_a_head_that_is_not_understood_gives_the_same_through_logits(kind):
+    model = tiny_model("gemma2")
+    compare_with_plain(model, policy_of(model, kind, exact_head=False))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_checkpointing_and_lora_change_no_gradient_and_feed_no_token_twice(family, checkpointing, lora):
+    model = tiny_model(family)
+    adapter = grown_adapter(model) if lora else None
+    rollouts = random_rollouts()
+    expected = plain_scores(model, rollouts, TEMPERATURE)
+    loss_of(*expected).backward()
+    reference = gradients(model)
+    assert len(reference) == sum(p.requires_grad for p in model.parameters())
+    if checkpointing:
+        enable_activation_checkpointing(model)
+    policy = policy_of(model)
+    policy.adapter = adapter
+    fed = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[:-1].numel()))
+    with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
+        loss_of(scores.logprobs, scores.entropy).backward()
+    hook.remove()
+    prompts = {r.slot: len(r.prompt.ids) for r in rollouts}
+    needed = sum(prompts.values()) + sum(max(len(r.response_ids) - 1, 0) for r in rollouts)
+    assert fed == [needed] * (2 if checkpointing else 1)
+    torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
+    assert worst(gradients(model), reference) < 1e-5
+
+
+def grown_adapter(model):
+    """An adapter as training would leave it: no factor is zero."""
+    adapter = add_lora(model, LoraConfig(rank=2))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return adapter
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_a_prompt_token_reaches_all_its_responses_and_no_other_group(family):
+    policy = policy_of(tiny_model(family))
+    rollouts = random_rollouts([(3, (4, 5)), (3, (6, 2, 3)), (4, (5,))])
+    changed = [
+        make_rollout(r.slot, r.sample, (7, *r.prompt.ids[1:]), r.response_ids, r.trainable) if r.slot == 1 else r
+        for r in rollouts
+    ]
+    before, after = (policy.score(policy.layout(rs), temperature=TEMPERATURE) for rs in (rollouts, changed))
+    moved = (before.logprobs - after.logprobs).abs()
+    for row, rollout in enumerate(rollouts):
+        scored = moved[row][before.mask[row]]
+        assert bool((scored > 1e-4).all()) if rollout.slot == 1 else bool((scored < 1e-5).all())
+
+
+def test_a_backward_outside_the_context_fails_under_checkpointing():
+    model = tiny_model("llama")
+    enable_activation_checkpointing(model)
+    policy = policy_of(model)
+    with policy.forward(policy.layout(random_rollouts()), temperature=TEMPERATURE) as scores:
+        pass
+    with pytest.raises(RuntimeError, match=r"checkpoint|saved"):
+        scores.logprobs.sum().backward()
+
+
+def test_the_reference_is_the_model_without_its_adapter():
+    model = tiny_model("llama")
+    rollouts = random_rollouts()
+    layout = policy_of(model).layout(rollouts)
+    before = policy_of(model).score(layout, temperature=TEMPERATURE).logprobs
+    policy = policy_of(model)
+    policy.adapter = grown_adapter(model)
+    assert torch.equal(policy.reference(layout, temperature=TEMPERATURE).logprobs, before)
+    assert not torch.allclose(policy.score(layout, temperature=TEMPERATURE).logprobs, before)
+
+
+def test_bfloat16_autocast_scores_in_float32_and_trains_float32_masters():
+    model = tiny_model("llama")
+    rollouts = random_rollouts()
+    expected, _ = plain_scores(model, rollouts, TEMPERATURE)
+    policy = policy_of(model)
+    policy.scorer = ScoringModel(model, True, True, torch.bfloat16)
+    with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
+        scores.logprobs.sum().backward()
+    assert scores.logprobs.dtype == torch.float32
+    assert 1e-5 < (scores.logprobs - expected).abs().max() < 0.2
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
 def test_score_holds_no_graph_and_equals_forward():
-    policy = policy_of(tiny_model("llama"), "packed")
+    policy = policy_of(tiny_model("llama"))
     layout = policy.layout(random_rollouts())
     scores = policy.score(layout, temperature=TEMPERATURE)
     with policy.forward(layout, temperature=TEMPERATURE) as grown:
@@ -58,7 +156,7 @@ def test_score_holds_no_graph_and_equals_forward():
 
 
 def test_columns_widen_the_result():
-    policy = policy_of(tiny_model("llama"), "packed")
+    policy = policy_of(tiny_model("llama"))
     rollouts = random_rollouts()
     wide = policy.score(policy.layout(rollouts, columns=20), temperature=TEMPERATURE)
     narrow = policy.score(policy.layout(rollouts), temperature=TEMPERATURE)
@@ -67,7 +165,7 @@ def test_columns_widen_the_result():
 
 
 def test_rollouts_without_a_scored_token_score_zero():
-    policy = policy_of(tiny_model("llama"), "packed")
+    policy = policy_of(tiny_model("llama"))
     scores = policy.score(policy.layout(random_rollouts([(3, (0, 0))]), columns=2), temperature=1.0)
     assert not scores.logprobs.any()
     assert not scores.mask.any()

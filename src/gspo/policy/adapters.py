@@ -6,6 +6,7 @@ with or without it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,8 +35,10 @@ def add_lora(model: Any, lora: LoraConfig, *, train: bool = True, seed: int = 0)
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets, task_type="CAUSAL_LM"
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
         torch.manual_seed(seed)
+        # For fused experts peft adds patterns of its own, and then warns that "all-linear" does not use them.
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
         try:
             adapter = peft.get_peft_model(model, settings)
         except ValueError as error:

@@ -24,7 +24,7 @@ CHUNK_ELEMENTS = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """The tokens that truncated sampling kept, for each scored token: `ids[offsets[m] : offsets[m + 1]]`."""
+    """The tokens that truncated sampling kept; for scored token m, `ids[offsets[m] : offsets[m + 1]]`."""
 
     ids: Int[Tensor, "kept"]
     offsets: Int[Tensor, "boundaries"]

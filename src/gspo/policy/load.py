@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,8 +68,8 @@ def load_policy(
     frozen = None
     if reference and lora is None:
         frozen = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(False)
-    findings = probe(model, "packed" if layout == "auto" else layout)
-    scorer = ScoringModel(model, findings.exact_head, autocast)
+    findings = probe(model, "shared" if layout == "auto" else layout)
+    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast)
     adapter = None
     if lora is not None:
         from gspo.policy.adapters import add_lora
@@ -88,7 +88,7 @@ def load_policy(
         notes=findings.notes,
         memory=estimate,
         adapter=adapter,
-        frozen=None if frozen is None else ScoringModel(frozen, findings.exact_head, autocast),
+        frozen=None if frozen is None else replace(scorer, model=frozen),
     )
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gspo.policy import head as heads
+from gspo.policy.attention import use_layout
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
 from gspo.policy.memory import MemoryEstimate
 from gspo.types import Rollout, Scores
@@ -22,11 +23,13 @@ class ScoringModel:
     """A causal language model, and how log-probs come out of it.
 
     `exact_head`: the head was proven equal to the model's own logits, so that logits are never made for all
-    tokens. `autocast`: dtype of the matrix products; None for float32.
+    tokens. `layout_attention`: the attention that computes only a layout's own blocks was proven too; else rows
+    are packed or padded as `transformers` does it. `autocast`: dtype of the matrix products; None for float32.
     """
 
     model: Any
     exact_head: bool
+    layout_attention: bool
     autocast: torch.dtype | None = None
 
     @property
@@ -34,10 +37,16 @@ class ScoringModel:
         device: torch.device = next(self.model.parameters()).device
         return device
 
+    @contextmanager
+    def attending(self, layout: TokenLayout) -> Iterator[None]:
+        """Spans the forward and the backward pass over `layout`."""
+        with use_layout(self.model, layout) if self.layout_attention and layout.kind != "padded" else nullcontext():
+            yield
+
     def token_logprobs(
         self, layout: TokenLayout, *, temperature: float, support: heads.Support | None, entropy: bool
     ) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
-        """Log-prob and entropy of each scored token."""
+        """Log-prob and entropy of each scored token; call it inside `attending`."""
         head = heads.find_head(self.model) if self.exact_head else None
         with self._autocast():
             if head is None:
@@ -117,7 +126,8 @@ class Policy:
         >>> with policy.forward(layout, temperature=1.0) as scores:  # doctest: +SKIP
         ...     loss(scores.logprobs).backward()
         """
-        yield _score(self.scorer, layout, temperature, entropy, support)
+        with self.scorer.attending(layout):
+            yield _score(self.scorer, layout, temperature, entropy, support)
 
     @torch.no_grad()
     def score(
@@ -140,12 +150,13 @@ class Policy:
             ValueError: neither was loaded.
         """
         if self.frozen is not None:
-            return _score(self.frozen, layout, temperature, False, None)
+            with self.frozen.attending(layout):
+                return _score(self.frozen, layout, temperature, False, None)
         if self.adapter is None:
             raise ValueError("no reference was loaded: load_policy(reference=True)")
         from gspo.policy.adapters import adapter_off
 
-        with adapter_off(self.adapter):
+        with adapter_off(self.adapter), self.scorer.attending(layout):
             return _score(self.scorer, layout, temperature, False, None)
 
     def micro_batches(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[list[int]]:

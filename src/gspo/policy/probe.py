@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo.policy.attention import use_layout
 from gspo.policy.head import agrees, find_head
 from gspo.policy.layout import LayoutKind, build_layout
 from gspo.policy.model import hidden_states
@@ -30,6 +31,7 @@ class Findings:
 
     layout: LayoutKind
     exact_head: bool
+    layout_attention: bool
     notes: tuple[str, ...]
 
 
@@ -45,18 +47,18 @@ def probe(model: Any, wanted: LayoutKind) -> Findings:
         notes.append(
             f"{type(model).__name__}: the output head is not understood; full logits are used, which need more memory"
         )
-    kinds: tuple[LayoutKind, ...] = ("shared", "packed", "padded")
-    kinds = kinds[kinds.index(wanted) :]
-    chosen: LayoutKind = "padded"
-    for kind in kinds[:-1]:
-        if _same(model, rollouts, kind, expected):
-            chosen = kind
+    ways: list[tuple[LayoutKind, bool]] = [("shared", True), ("packed", True), ("packed", False)]
+    ways = [way for way in ways if way[0] == wanted or wanted == "shared"]
+    chosen: tuple[LayoutKind, bool] = ("padded", False)
+    for kind, ours in ways:
+        if _same(model, rollouts, kind, ours, expected):
+            chosen = (kind, ours)
             break
-    if chosen != wanted:
-        notes.append(f"{type(model).__name__}: {wanted} rollouts are not exact for this model; using {chosen}")
+    if chosen[0] != wanted:
+        notes.append(f"{type(model).__name__}: {wanted} rollouts are not exact for this model; using {chosen[0]}")
     for note in notes:
         logger.warning(note)
-    return Findings(chosen, exact_head, tuple(notes))
+    return Findings(chosen[0], exact_head, chosen[1], tuple(notes))
 
 
 def _rollouts(vocabulary: int) -> list[Rollout]:
@@ -95,7 +97,33 @@ def _one_by_one(model: Any, rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
     return torch.cat(hidden), torch.cat(logits)
 
 
-def _same(model: Any, rollouts: list[Rollout], kind: LayoutKind, expected: Tensor) -> bool:
+def _same(model: Any, rollouts: list[Rollout], kind: LayoutKind, ours: bool, expected: Tensor) -> bool:
     layout = build_layout(rollouts, kind).to(expected.device)
-    found = hidden_states(model, layout)
+    if not ours:
+        found = hidden_states(model, layout)
+    elif set(_layer_types(model)) <= {"full_attention", "sliding_attention"}:
+        with use_layout(model, layout) as tiles:
+            found = hidden_states(model, layout)
+        if not tiles.by_window.keys() >= _windows(model):
+            return False
+    else:
+        return False
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+def _layer_types(model: Any) -> list[str]:
+    return list(getattr(model.config.get_text_config(), "layer_types", None) or [])
+
+
+def _windows(model: Any) -> set[int | None]:
+    """The windows that layers must ask for. The probe's sequences are too short to tell a forgotten window."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    types = _layer_types(model)
+    if (
+        window is None
+        or not getattr(config, "use_sliding_window", True)
+        or (types and "sliding_attention" not in types)
+    ):
+        return set()
+    return {window}
