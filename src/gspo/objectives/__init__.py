@@ -12,8 +12,10 @@ from gspo.objectives.credit import group_advantages, turn_advantages
 from gspo.objectives.form import Loss, ObjectiveOutput, Totals, sequence_mean, token_mean
 from gspo.objectives.guidance import (
     ClipRange,
+    EngineDifferences,
     EngineNoise,
     clip_range_below_noise,
+    engine_differences,
     measure_noise,
     noise_outside,
     suggest_clip_range,
@@ -49,6 +51,7 @@ __all__ = [
     "ClipCounts",
     "ClipRange",
     "Correction",
+    "EngineDifferences",
     "EngineNoise",
     "Loss",
     "ObjectiveOutput",
@@ -58,6 +61,7 @@ __all__ = [
     "clip_range_below_noise",
     "dapo_loss",
     "dr_grpo_loss",
+    "engine_differences",
     "gmpo_loss",
     "group_advantages",
     "grpo_loss",

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gspo.objectives.ratios import token_log_ratio
+from gspo.objectives.ratios import row_mean, token_log_ratio
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,55 @@ class ClipRange(NamedTuple):
     clip_high: float
 
 
-def measure_noise(
+@dataclass(frozen=True)
+class EngineDifferences:
+    """What is needed of the token log-ratios of some responses, in float64; `a + b` is that of both together.
+
+    Per response: trainable tokens, mean log-ratio, and the sum of squared deviations from that mean.
+    """
+
+    lengths: Int[Tensor, "B"]
+    means: Float[Tensor, "B"]
+    squares: Float[Tensor, "B"]
+
+    def __add__(self, other: EngineDifferences) -> EngineDifferences:
+        return EngineDifferences(
+            torch.cat([self.lengths, other.lengths]),
+            torch.cat([self.means, other.means]),
+            torch.cat([self.squares, other.squares]),
+        )
+
+    def trainable(self) -> EngineDifferences:
+        """The responses that have a trainable token, on the host."""
+        lengths, means, squares = self.lengths.cpu(), self.means.cpu(), self.squares.cpu()
+        return EngineDifferences(lengths[lengths > 0], means[lengths > 0], squares[lengths > 0])
+
+
+def engine_differences(
     logprobs: Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> EngineNoise:
-    """Noise between two engines' log-probs [B, T] of the same tokens at the same weights.
+) -> EngineDifferences:
+    """Differences between two log-probs of the same tokens at the same weights; does not wait for the device."""
+    delta = token_log_ratio(logprobs.detach().double(), old_logprobs.double(), mask)
+    means = row_mean(delta, mask)
+    deviations = torch.where(mask, delta - means[:, None], 0)
+    return EngineDifferences(mask.sum(1), means, deviations.square().sum(1))
+
+
+def measure_noise(differences: EngineDifferences) -> EngineNoise:
+    """Noise between two engines, from the differences of their log-probs.
 
     One-way analysis of variance with responses as classes: the token variance is the one within responses; the
     response variance is what is left of the variance of their means after token_std^2 / |y_i| is taken out, 0 if
     nothing is left. Raises ValueError if no token is trainable.
     """
-    delta = token_log_ratio(logprobs.detach().double(), old_logprobs.double(), mask).cpu()
-    lengths = mask.sum(1).cpu()
-    delta, lengths, mask = delta[lengths > 0], lengths[lengths > 0], mask.cpu()[lengths > 0]
-    count, tokens = len(lengths), int(lengths.sum())
+    found = differences.trainable()
+    count, tokens = len(found.lengths), int(found.lengths.sum())
     if not count:
         raise ValueError("no trainable token: there is no noise to measure")
-    means = delta.sum(1) / lengths
-    within = float((delta - means[:, None]).square()[mask].sum()) / max(tokens - count, 1)
-    between = float(means.var(correction=1)) if count > 1 else 0.0
-    response = between - within * float((1 / lengths.double()).mean())
-    return EngineNoise(float(means.mean()), math.sqrt(max(response, 0.0)), math.sqrt(within))
+    within = float(found.squares.sum()) / max(tokens - count, 1)
+    between = float(found.means.var(correction=1)) if count > 1 else 0.0
+    response = between - within * float((1 / found.lengths.double()).mean())
+    return EngineNoise(float(found.means.mean()), math.sqrt(max(response, 0.0)), math.sqrt(within))
 
 
 def noise_outside(noise: EngineNoise, lengths: Sequence[int], *, clip_low: float, clip_high: float) -> float:
@@ -88,29 +117,20 @@ def suggest_clip_range(noise: EngineNoise, lengths: Sequence[int], *, share: flo
 
 
 def clip_range_below_noise(
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    share: float = 0.05,
+    differences: EngineDifferences, *, clip_low: float, clip_high: float, share: float = 0.05
 ) -> str | None:
     """A warning if, at equal weights, more than `share` of the sequence ratios lie outside the range; else None.
 
-    To be called before the first update with the log-probs that stand in the ratio. The share is counted, not
-    modelled; the suggested range comes from `suggest_clip_range`.
+    `differences` are between the log-probs that stand in the ratio, taken before the first update. The share is
+    counted, not modelled; the suggested range comes from `suggest_clip_range`.
     """
-    lengths = [n for n in mask.sum(1).tolist() if n > 0]
-    if not lengths:
-        return None
-    delta = token_log_ratio(logprobs.detach().double(), old_logprobs.double(), mask)
-    means = (delta.sum(1) / mask.sum(1).clamp(min=1))[mask.any(1)].tolist()
+    found = differences.trainable()
+    lengths, means = found.lengths.tolist(), found.means.tolist()
     below = math.log1p(-clip_low) if clip_low < 1 else -math.inf
-    outside = sum(1 for m in means if m < below or m > math.log1p(clip_high)) / len(means)
+    outside = sum(1 for m in means if m < below or m > math.log1p(clip_high)) / max(len(means), 1)
     if outside <= share:
         return None
-    noise = measure_noise(logprobs, old_logprobs, mask)
+    noise = measure_noise(found)
     wide = suggest_clip_range(noise, lengths, share=share)
     return (
         f"the clip range is below the numerical noise of this set-up: before any update {outside:.0%} of "
