@@ -10,6 +10,7 @@ from gspo.errors import BadInputError
 from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.moe import moe_layers
 from gspo.policy.routing import RoutingError, record_routing, replay_routing
+from gspo.policy.routing_figures import router_logits
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -90,6 +91,35 @@ def test_forced_experts_run_and_change_the_output(family):
     for name, calls in seen.items():
         assert len(calls) == 1
         assert torch.equal(calls[0], forced[name])
+
+
+def gate_weights(family: str, model, logits: Tensor, chosen: Tensor) -> Tensor:
+    """The published gate of each family in float64, over given experts."""
+    logits, forced = logits.double(), logits.double().gather(-1, chosen)
+    if family == "gpt_oss":
+        return forced.softmax(-1)
+    if family == "deepseek_v3":
+        scores = forced.sigmoid()
+        return scores / scores.sum(-1, keepdim=True) * model.config.routed_scaling_factor
+    weights = logits.softmax(-1).gather(-1, chosen)
+    if family in ("mixtral", "qwen3_moe"):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights
+
+
+@families
+def test_gate_weights_are_the_current_routers_over_the_forced_experts(family):
+    model, ids = make(family), tokens()
+    forced = other_experts(record(model, ids)[0])
+    received: dict[str, Tensor] = {}
+    for name, layer in moe_layers(model).items():
+        layer.experts.register_forward_pre_hook(lambda _m, args, name=name: received.update({name: args[2]}))
+    with torch.no_grad(), router_logits(model) as logits, replay_routing(model, forced, min_agreement=None):
+        model(ids)
+    assert received.keys() == forced.keys()
+    for name, weights in received.items():
+        expected = gate_weights(family, model, logits[name], forced[name])
+        torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 @families

@@ -80,6 +80,11 @@ def expert_indices(layer: MoeLayer, args: tuple[Any, ...], kwargs: dict[str, Any
     return found[0].flatten(0, -2)
 
 
+def in_backward() -> bool:
+    """Whether this runs inside backward, as an activation checkpoint's recompute does."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def cannot_replay(module: nn.Module, name: str, why: str) -> BadInputError:
     """The refusal of a model whose routes cannot be recorded or forced."""
     return BadInputError(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gspo.policy.moe import MoeLayer, cannot_replay, expert_indices, require_moe_layers, route_dtype
+from gspo.policy.moe import MoeLayer, cannot_replay, expert_indices, in_backward, require_moe_layers, route_dtype
 from gspo.policy.route_checks import (
     ROWS_TO_JUDGE,
     Routes,
@@ -53,7 +53,7 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     def recorder(layer: MoeLayer) -> Callable[..., None]:
         def record(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not _in_backward():
+            if not in_backward():
                 indices = expert_indices(layer, args, kwargs)
                 routes[layer.name] = indices.detach().to(route_dtype(layer.num_experts), copy=True)
 
@@ -172,7 +172,7 @@ class _Replay:
             elif forced is None:
                 raise cannot_replay(layer.block, layer.name, "it chooses experts without a topk over all of them")
             self.reached[layer.name].append((received == forced.view_as(received)).all())
-            counts = self.proof.recomputes if _in_backward() else self.proof.forwards
+            counts = self.proof.recomputes if in_backward() else self.proof.forwards
             counts[layer.name] += 1
 
         return check
@@ -207,7 +207,7 @@ class _Replay:
         if self.compare or self.native_rows is not None:
             natively = None if self.native_rows is None else self.native_rows.to(scores.device)
             native = scores.detach().topk(k, dim=-1).indices.view(tokens, k)
-            if self.compare and not _in_backward():
+            if self.compare and not in_backward():
                 keep = None if natively is None else ~natively
                 self.agreements[layer.name].append(agreement(native, forced, scores.shape[-1], keep))
             if natively is not None:
@@ -259,11 +259,6 @@ class _ForcedTopk(TorchFunctionMode):
             return torch.topk(input, k, dim, largest, sorted)
         self.forced = self.replay.answer(self.layer, input, k)
         return torch.return_types.topk((input.gather(-1, self.forced), self.forced))
-
-
-def _in_backward() -> bool:
-    """Whether this runs inside backward, as an activation checkpoint's recompute does."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _hook_experts(layer: MoeLayer, hook: Callable[..., None]) -> RemovableHandle:
