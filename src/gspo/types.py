@@ -69,9 +69,10 @@ class Sampling:
 class Request:
     """`samples` responses wanted for one prompt.
 
-    Sampling noise is keyed by (seed, step, slot, sample, position): `slot` is the prompt's place in the
+    Sampling noise is keyed by (seed, step, slot, sample, turn, position): `slot` is the prompt's place in the
     step, so that noise depends neither on the order of execution nor on which rank or server draws.
-    `first_sample` > 0 asks for further samples of the same prompt.
+    `first_sample` > 0 asks for further samples of the same prompt. In a conversation `prompt` is all of it so
+    far, and `turn` counts the policy's turns before.
     """
 
     prompt: Prompt
@@ -79,6 +80,7 @@ class Request:
     step: int
     slot: int
     first_sample: int = 0
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class Rollout:
     False for tokens that the policy did not sample (an environment's, a tool's), whose log-prob is 0.
     `slot` and `sample` place it in the step; `routes` maps a router's name to the experts [n, K] that it chose
     for the n fed tokens: the prompt's, then the response's but for its last.
+
+    Of a conversation, `prompt` is what stood before the policy's first turn, the response all that came after it,
+    `text` the policy's last turn and `messages` every message of the response; `turns` gives each response token
+    its turn, from 0 on, and -1 to what the environment wrote; `turn_rewards` has one entry a turn and sums to
+    `reward`. `token_rewards` has one entry per response token where a reward function judges tokens.
 
     >>> r = Rollout(prompt=Prompt("k", "hi", (5,)), slot=0, sample=0, response_ids=(7, 2),
     ...             sampler_logprobs=(-0.5, -0.1), trainable=(True, True), finish_reason="stop",
@@ -118,6 +125,10 @@ class Rollout:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     dropped: str | None = None
     routes: Mapping[str, np.ndarray] | None = None
+    messages: tuple[Message, ...] = ()
+    turns: tuple[int, ...] | None = None
+    turn_rewards: tuple[float, ...] | None = None
+    token_rewards: tuple[float, ...] | None = None
 
     @property
     def truncated(self) -> bool:
@@ -139,7 +150,8 @@ class Batch:
     """The kept rollouts of one step, or of one mini-batch, ready for the objective.
 
     Rows are sorted by group. `mask` is True on trainable tokens that take part in the loss; a truncated
-    response that is masked has an all-False row and still counts in `sequences`.
+    response that is masked has an all-False row and still counts in `sequences`. `spans` are given where the
+    ratio is taken over parts of a response instead of all of it.
     """
 
     rollouts: list[Rollout]
@@ -150,6 +162,7 @@ class Batch:
     sampler_logprobs: Float[Tensor, "B T"]
     old_logprobs: Float[Tensor, "B T"] | None = None
     reference_logprobs: Float[Tensor, "B T"] | None = None
+    spans: Int[Tensor, "B T"] | None = None
 
     def __len__(self) -> int:
         return len(self.rollouts)

@@ -62,6 +62,10 @@ def _rollout(draw: st.DrawFn, slot: int, sample: int, routers: tuple[str, ...]) 
         "rewards": draw(st.dictionaries(_TEXT, st.none() | st.floats(allow_nan=False), max_size=2)),
         "dropped": dropped,
         "routes": draw(_routes(routers, max(length - 1, 0))),
+        "messages": draw(st.lists(_MESSAGE, max_size=2).map(tuple)),
+        "turns": draw(st.none() | _sequence(st.integers(-1, 3), length)),
+        "turn_rewards": draw(st.none() | st.lists(st.floats(allow_nan=False), max_size=3).map(tuple)),
+        "token_rewards": draw(st.none() | _sequence(st.floats(allow_nan=False), length)),
     }
 
 

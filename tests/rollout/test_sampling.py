@@ -106,3 +106,10 @@ def test_non_finite_logits_show_in_the_log_prob_of_their_row_only() -> None:
     logits[0, 3], logits[2, 1] = torch.nan, torch.inf
     _, logprobs = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), Sampling(1))
     assert torch.isfinite(logprobs).tolist() == [False, True, False]
+
+
+def test_each_turn_has_noise_of_its_own_and_the_first_that_of_a_single_response() -> None:
+    streams = {turn: tuple(uniforms(1, 2, 3, 4, 5, turn=turn)) for turn in range(4)}
+    assert streams[0] == tuple(uniforms(1, 2, 3, 4, 5))
+    assert len({values[0] for values in streams.values()}) == 4
+    assert streams[1] != tuple(uniforms(1, 2, 3, 5, 5, turn=0))

@@ -82,6 +82,10 @@ def _to_record(rollout: Rollout, advantage: Advantage) -> dict[str, Any]:
         "response_ids": rollout.response_ids,
         "sampler_logprobs": rollout.sampler_logprobs,
         "trainable": [int(flag) for flag in rollout.trainable],
+        "messages": rollout.messages,
+        "turns": rollout.turns,
+        "turn_rewards": rollout.turn_rewards,
+        "token_rewards": rollout.token_rewards,
         "route_rows": None if rollout.routes is None else {name: len(rows) for name, rows in rollout.routes.items()},
     }
 
@@ -142,4 +146,12 @@ def _from_record(
         rewards=record["rewards"],
         dropped=record["dropped"],
         routes=routes,
+        messages=tuple(record["messages"]),
+        turns=_tuple(record["turns"]),
+        turn_rewards=_tuple(record["turn_rewards"]),
+        token_rewards=_tuple(record["token_rewards"]),
     )
+
+
+def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)

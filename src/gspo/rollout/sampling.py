@@ -13,13 +13,18 @@ from gspo.types import Sampling
 _BLOCK = 256
 
 
-def uniforms(seed: int, step: int, slot: int, sample: int, count: int) -> NDArray[np.float64]:
+def noise_key(seed: int, step: int, slot: int, sample: int, turn: int) -> tuple[int, ...]:
+    """What names a response's stream of noise; a turn of a conversation after the first has one of its own."""
+    return (seed, step, slot, sample, turn) if turn else (seed, step, slot, sample)
+
+
+def uniforms(seed: int, step: int, slot: int, sample: int, count: int, *, turn: int = 0) -> NDArray[np.float64]:
     """The noise of one response: entry t in [0, 1) draws its token at position t.
 
     The stream is named by its arguments alone (Philox, a counter-based generator), and a longer one begins
     with the shorter: neither the order of execution nor `count` changes what a position gets.
     """
-    key = np.random.SeedSequence((seed, step, slot, sample))
+    key = np.random.SeedSequence(noise_key(seed, step, slot, sample, turn))
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 

@@ -106,7 +106,7 @@ class TransformersEngine:
         room = (self._context() or math.inf) - len(request.prompt.ids)
         count = max(0, int(min(sampling.max_tokens, room)))
         for sample in range(request.first_sample, request.first_sample + request.samples):
-            noise = uniforms(sampling.seed, request.step, request.slot, sample, count)
+            noise = uniforms(sampling.seed, request.step, request.slot, sample, count, turn=request.turn)
             yield _Row(request.prompt, request.slot, sample, noise)
 
     def _finished(self, jobs: list[list[_Row]], sampling: Sampling) -> Iterator[_Row]:

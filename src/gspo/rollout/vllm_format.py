@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gspo.errors import BadInputError
+from gspo.rollout.sampling import noise_key
 from gspo.rollout.text import StopStrings, decode
 from gspo.types import Prompt, Request, Rollout, Sampling, VersionSpan
 
@@ -28,10 +29,11 @@ class Draw:
     step: int
     slot: int
     sample: int
+    turn: int = 0
 
     def seed(self, seed: int) -> int:
-        """Seed of the response's own random stream, named by (seed, step, slot, sample) alone; 63 bits."""
-        key = np.random.SeedSequence((seed, self.step, self.slot, self.sample))
+        """Seed of the response's own random stream, named by (seed, step, slot, sample, turn) alone; 63 bits."""
+        key = np.random.SeedSequence(noise_key(seed, self.step, self.slot, self.sample, self.turn))
         return int(key.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
@@ -39,7 +41,7 @@ def draws(requests: Sequence[Request]) -> Iterator[Draw]:
     """The responses that the requests want, one by one."""
     for request in requests:
         for sample in range(request.first_sample, request.first_sample + request.samples):
-            yield Draw(request.prompt, request.step, request.slot, sample)
+            yield Draw(request.prompt, request.step, request.slot, sample, request.turn)
 
 
 def check_sampling(sampling: Sampling) -> None:
