@@ -54,7 +54,5 @@ def _memory(policy: Preview) -> str:
 
 def _task(task: Task) -> str:
     longest = max(len(prompt.ids) for prompt in task.train + task.held_out)
-    return (
-        f"task: {len(task.train)} training prompts, {len(task.held_out)} held out, none in both; the longest has "
-        f"{longest} tokens"
-    )
+    counts = f"{len(task.train)} training prompts, {len(task.held_out)} held out, none in both"
+    return f"task: {counts}; longest prompt: {longest} token(s)"

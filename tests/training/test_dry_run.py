@@ -1,0 +1,64 @@
+"""A dry run says what a run would meet, and reads no weight."""
+
+from pathlib import Path
+
+import pytest
+
+from gspo.cli import main
+from gspo.config import Config, build_config
+from gspo.errors import BadInputError
+from gspo.training.dry_run import dry_run
+from tests.policy.tiny import save_tiny
+from tests.training.tiny_task import early_words
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = save_tiny(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"never read")
+    return folder
+
+
+def config(model: Path, **tables: object) -> Config:
+    task = {"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 6}
+    rollout = {"prompts": 4, "max_tokens": 8}
+    return build_config({"model": {"path": str(model)}, "task": task, "rollout": rollout} | tables)
+
+
+def test_it_tells_warnings_memory_task_and_rewards(model: Path) -> None:
+    lines = dry_run(config(model, evaluation={"samples": 2}), [early_words])
+    assert lines[0].startswith("warning: evaluation.samples > 1 with evaluation.temperature = 0")
+    assert lines[1].startswith("memory: about ")
+    assert "GB are free" in lines[1]
+    assert lines[2] == "task: 18 training prompts, 6 held out, none in both; longest prompt: 1 token(s)"
+    assert lines[3] == "rewards: early_words"
+
+
+def test_too_little_memory_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.policy.load.free_memory", lambda _: 1000)
+    assert "0.0 GB are free (too little)" in dry_run(config(model), [early_words])[0]
+
+
+def test_what_would_stop_the_run_stops_the_dry_run(model: Path) -> None:
+    with pytest.raises(BadInputError, match=r"reward\.functions: none given"):
+        dry_run(config(model))
+    with pytest.raises(BadInputError, match=r"rollout\.prompts = 20: the task has only 18 distinct"):
+        dry_run(config(model, rollout={"prompts": 20, "max_tokens": 8}), [early_words])
+    with pytest.raises(BadInputError, match="leaves no room for a prompt"):
+        dry_run(config(model, rollout={"prompts": 4, "max_tokens": 128}), [early_words])
+
+
+def test_the_command_prints_the_resolved_config_and_makes_no_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(f'{{"prompt": "w{i} w4 w5", "answer": "w9"}}\n' for i in range(3, 30)))
+    Path("a.toml").write_text(
+        f'[model]\npath = "{model}"\n[task]\nkind = "jsonl"\npath = "rows.jsonl"\nheld_out = 5\n'
+        '[[reward.functions]]\nfunction = "exact"\n[rollout]\nmax_tokens = 8\n'
+    )
+    assert main(["train", "a.toml", "--dry-run", "--training.steps", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert '"steps": 3' in shown
+    assert "task: 22 training prompts, 5 held out" in shown
+    assert not Path("runs").exists()
