@@ -10,9 +10,11 @@ from pathlib import Path
 
 def test_objectives_import_nothing_else_of_the_project() -> None:
     code = (
-        "import sys, gspo.objectives\n"
-        "ours = {m for m in sys.modules if m.split('.')[0] == 'gspo'}\n"
-        "print(sorted(m for m in ours if m != 'gspo' and not m.startswith('gspo.objectives')))\n"
+        "import sys, gspo\n"
+        "before = set(sys.modules)\n"
+        "import gspo.objectives\n"
+        "ours = {m for m in set(sys.modules) - before if m.split('.')[0] == 'gspo'}\n"
+        "print(sorted(m for m in ours if not m.startswith('gspo.objectives')))\n"
         "print(sorted({'transformers', 'pydantic', 'rich'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
