@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gspo.errors import BadInputError
+from gspo.rollout.decoding import choose_decoder
 from gspo.rollout.engine import Engine
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.types import Prompt, Request, Rollout, Sampling
@@ -83,6 +84,15 @@ def test_each_prompt_is_computed_once_and_finished_rows_cost_nothing(tokenizer: 
     rollouts = engine.generate(requests, Sampling(max_tokens=14, eos_ids=ENDS, seed=3))
     hook.remove()
     assert sum(fed) == sum(len(r.prompt.ids) for r in requests) + sum(len(r.response_ids) - 1 for r in rollouts)
+
+
+def test_prompts_are_prefilled_together_with_little_padding(llama: Any) -> None:
+    decoder = choose_decoder(llama.eval())(8, 4)
+    assert decoder.wave([64] * 9) == 9
+    assert decoder.wave([64] * 70) == 64  # 4096 tokens
+    assert decoder.wave([64, 60, 50]) == 2  # 128 tokens are enough to keep a processor busy
+    assert decoder.wave([9, 8, 7, 6]) == 4
+    assert decoder.wave([9000, 8]) == 1
 
 
 def test_only_one_column_per_row_goes_through_the_head(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -203,6 +213,15 @@ def test_the_policy_is_left_as_found_and_can_be_trained(llama: Any, tokenizer: P
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in llama.modules())
     llama(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in llama.parameters())
+
+
+def test_attention_is_switched_for_generation_only(llama: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    seen = []
+    hook = llama.model.layers[0].register_forward_hook(lambda *_: seen.append(llama.config._attn_implementation))
+    TransformersEngine(llama, tokenizer, max_concurrent=4).generate(_requests(), Sampling(max_tokens=2))
+    hook.remove()
+    assert set(seen) == {"gspo_grouped"}
+    assert llama.config._attn_implementation == "sdpa"
 
 
 def test_new_weights_are_used_at_once_and_named(llama: Any, tokenizer: PreTrainedTokenizerFast) -> None:

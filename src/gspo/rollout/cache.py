@@ -87,9 +87,11 @@ class PromptCache(Cache):  # type: ignore[misc]
 class AlignedCache(Cache):  # type: ignore[misc]
     """The cache of the rows that are being decoded (see `_Grid` for their arrangement)."""
 
-    def __init__(self, windows: Sequence[int | None], rows: int) -> None:
+    def __init__(self, windows: Sequence[int | None], rows: int, response: int) -> None:
+        """`rows` at a time at most, with up to `response` tokens after their prompts."""
         self.grid = _Grid()
         self.max_rows = rows
+        self.response = response
         super().__init__(layers=[_AlignedLayer(self.grid, window) for window in windows])
 
     def admit(self, prompt: list[tuple[Tensor, Tensor]], count: int) -> None:
@@ -129,17 +131,18 @@ class AlignedCache(Cache):  # type: ignore[misc]
         self.grid.column += 1
 
     def _move(self, like: list[tuple[Tensor, Tensor]], column: int) -> None:
-        """New buffers, half as large again as needed, in which the rows end at `column`."""
+        """New buffers, larger by half or by a response, in which the rows end at `column`."""
         grid = self.grid
         shift, rows = column - grid.column, len(grid.starts)
         old = slice(grid.first, grid.column)
         new = slice(grid.first + shift, column)
-        capacity = column + max(64, column // 2)
+        capacity = column + min(self.response, max(64, column // 2))
         for layer, pair in zip(self.layers, like, strict=True):
             for name, states in zip(("keys", "values"), pair, strict=True):
                 heads, dim = states.shape[1], states.shape[3]
-                buffer = states.new_zeros(self.max_rows, heads, capacity, dim)
+                buffer = states.new_empty(self.max_rows, heads, capacity, dim)
                 if rows:
+                    buffer[:rows, :, : new.start] = 0
                     buffer[:rows, :, new] = getattr(layer, name)[:rows, :, old]
                 setattr(layer, name, buffer)
             layer.is_initialized = True

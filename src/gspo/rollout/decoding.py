@@ -62,25 +62,29 @@ class CacheUnusableError(Exception):
     """The model's forward did not fill the cache that it was given."""
 
 
-def choose_decoder(model: Any) -> Callable[[int], Decoder]:
-    """A maker of decoders (rows -> decoder) that is exact for this model, the fastest there is.
+MakeDecoder = Callable[[int, int], Decoder]
+"""From the most rows at a time and the most tokens of a response to a decoder."""
+
+
+def choose_decoder(model: Any) -> MakeDecoder:
+    """A maker of decoders that are exact for this model, the fastest there are.
 
     Each candidate has to reproduce the model's own logits, computed without a cache, on a few tokens: what a
     family's forward does with padding, positions and a cache is not written in its config.
     """
-    candidates: list[Callable[[int], Decoder]] = []
+    candidates: list[MakeDecoder] = []
     if (windows := _attention_windows(model)) is not None:
-        candidates.append(lambda rows: AlignedDecoder(model, windows, rows))
+        candidates.append(lambda rows, response: AlignedDecoder(model, AlignedCache(windows, rows, response)))
     if _cache_argument(model) is not None:
-        candidates.append(lambda _: CohortDecoder(model, cached=True))
+        candidates.append(lambda *_: CohortDecoder(model, cached=True))
     for make in candidates:
         try:
-            if _agrees(make(2), model):
+            if _agrees(make(2, 1), model):
                 return make
         except CacheUnusableError:
             continue
     _log.warning("%s cannot be generated from with a cache: every token recomputes its sequence", type(model).__name__)
-    return lambda _: CohortDecoder(model, cached=False)
+    return lambda *_: CohortDecoder(model, cached=False)
 
 
 def _agrees(decoder: Decoder, model: Any) -> bool:
@@ -176,18 +180,20 @@ class AlignedDecoder:
 
     prefill_tokens = 4096
 
-    def __init__(self, model: Any, windows: Sequence[int | None], rows: int) -> None:
+    def __init__(self, model: Any, cache: AlignedCache) -> None:
         self.model = model
         self.device = next(model.parameters()).device
-        self.cache = AlignedCache(windows, rows)
+        self.cache = cache
 
     def wave(self, lengths: Sequence[int]) -> int:
-        """As many as stay within `prefill_tokens`, padding included."""
-        longest = 0
-        for count, length in enumerate(lengths, start=1):
+        """As many as fill the device's matrix units, then only those that need no padding, up to `prefill_tokens`."""
+        enough = 128 if self.device.type == "cpu" else 2048
+        longest = lengths[0]
+        for count, length in enumerate(lengths[1:], start=1):
             longest = max(longest, length)
-            if count > 1 and count * longest > self.prefill_tokens:
-                return count - 1
+            padded = length != longest or longest != lengths[0]
+            if (count + 1) * longest > self.prefill_tokens or (padded and count * longest >= enough):
+                return count
         return len(lengths)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> list[Prefix]:

@@ -41,12 +41,11 @@ def draw(
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, _log_softmax_at(logits, tokens)
-    if sampling.temperature != 1:
-        logits = logits / sampling.temperature
+        return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
     if sampling.truncated:
-        logits = truncate(logits, sampling)
-    return _inverse_cdf(logits, noise)
+        logits = truncate(logits / sampling.temperature, sampling)
+        return _inverse_cdf(logits, noise, 1.0)
+    return _inverse_cdf(logits, noise, sampling.temperature)
 
 
 def truncate(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:
@@ -66,12 +65,8 @@ def truncate(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, 
     return logits
 
 
-def _log_softmax_at(logits: Float[Tensor, "B V"], tokens: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
-    return logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-
-
 def _inverse_cdf(
-    logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"]
+    logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"], temperature: float
 ) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
     """The first token at which the cumulated probability exceeds the noise.
 
@@ -81,8 +76,10 @@ def _inverse_cdf(
     """
     rows, size = logits.shape
     peak = logits.amax(-1, keepdim=True)
-    weights = (logits - peak).exp_()
-    weights = torch.nn.functional.pad(weights, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    weights = (logits - peak).div_(temperature).exp_()
+    if size % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -size % _BLOCK))
+    weights = weights.view(rows, -1, _BLOCK)
     ends = weights.sum(-1).double().cumsum(-1)
     total = ends[:, -1:]
     # A target below the last sum, and a remainder below the block's, keep rounding from pointing past the end
@@ -94,5 +91,5 @@ def _inverse_cdf(
     rest = torch.minimum(target - start, inside[:, -1:] * (1 - 1e-15))
     offset = torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1)
     tokens = (block * _BLOCK + offset).clamp_(max=size - 1)
-    logprobs = (logits - peak).gather(-1, tokens) - total.log()
+    logprobs = (logits.gather(-1, tokens) - peak) / temperature - total.log()
     return tokens[:, 0], logprobs[:, 0].float()

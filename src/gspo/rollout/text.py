@@ -1,9 +1,11 @@
-"""The text of a response, and the stop strings in it."""
+"""The text of a response, and where it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from gspo.types import FinishReason, Sampling
 
 
 def decode(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -25,10 +27,7 @@ class StopStrings:
 
     def cut(self, ids: Sequence[int]) -> str | None:
         """The text before the earliest stop string; None if there is none in the response."""
-        if not self.stop:
-            return None
-        tail = self._tail(ids)
-        if not self._found(decode(self.tokenizer, tail)):
+        if not self.stop or not self._found(decode(self.tokenizer, self._tail(ids))):
             return None
         text = decode(self.tokenizer, ids)
         starts = self._found(text)
@@ -45,3 +44,20 @@ class StopStrings:
                 if len(tail) == self.reach:
                     break
         return tail[::-1]
+
+
+class Ending:
+    """Decides where a growing response ends, and what its text is then."""
+
+    def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
+        self.tokenizer = tokenizer
+        self.eos = frozenset(sampling.eos_ids)
+        self.stops = StopStrings(tokenizer, sampling.stop)
+
+    def judge(self, ids: Sequence[int], limit: int) -> tuple[FinishReason, str] | None:
+        """Why the response ends with its last token, and its text; None if it goes on."""
+        if ids[-1] in self.eos:
+            return "stop", decode(self.tokenizer, ids[:-1])
+        if (text := self.stops.cut(ids)) is not None:
+            return "stop", text
+        return ("length", decode(self.tokenizer, ids)) if len(ids) >= limit else None

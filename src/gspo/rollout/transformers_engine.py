@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.errors import BadInputError
-from gspo.rollout.decoding import Decoder, Prefix, choose_decoder, float32_head
+from gspo.rollout.attention import grouped
+from gspo.rollout.decoding import Decoder, MakeDecoder, Prefix, choose_decoder, float32_head
 from gspo.rollout.sampling import draw, uniforms
-from gspo.rollout.text import StopStrings, decode
+from gspo.rollout.text import Ending
 from gspo.types import FinishReason, Prompt, Request, Rollout, Sampling, VersionSpan
 
 
@@ -34,6 +35,16 @@ class _Row:
     text: str = ""
     finish: FinishReason | None = None
     dropped: str | None = None
+
+    def extend(self, token: int, logprob: float, ending: Ending) -> None:
+        """Appends a drawn token and decides whether it is the last."""
+        if not math.isfinite(logprob):
+            self.finish, self.dropped = "error", f"log-probs are not finite at response token {len(self.ids)}"
+            return
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if (end := ending.judge(self.ids, len(self.noise))) is not None:
+            self.finish, self.text = end
 
 
 class TransformersEngine:
@@ -59,7 +70,7 @@ class TransformersEngine:
         self.max_concurrent = max_concurrent
         self.autocast_dtype = autocast_dtype
         self.version = 0
-        self._make_decoder: Callable[[int], Decoder] | None = None
+        self._make_decoder: MakeDecoder | None = None
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`. Greedy responses carry the model's own log-probs, at temperature 1.
@@ -79,7 +90,7 @@ class TransformersEngine:
             for row in rows if problem else ():
                 row.finish, row.dropped = "error", problem
                 rollouts.append(self._rollout(row))
-        with _scoring(self.model), self._autocast():
+        with _scoring(self.model), grouped(self.model), self._autocast():
             rollouts += [self._rollout(row) for row in self._finished(jobs, sampling)]
         return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
 
@@ -118,8 +129,8 @@ class TransformersEngine:
         if self._make_decoder is None:
             self._make_decoder = choose_decoder(self.model)
         places = min(self.max_concurrent, sum(map(len, jobs)))
-        queue = _Queue(self._make_decoder(places), jobs, places)
-        stops = StopStrings(self.tokenizer, sampling.stop)
+        queue = _Queue(self._make_decoder(places, sampling.max_tokens), jobs, places)
+        ending = Ending(self.tokenizer, sampling)
         rows: list[_Row] = []
         logits: Tensor | None = None
         while rows or queue:
@@ -128,7 +139,7 @@ class TransformersEngine:
             logits = torch.cat([x for x in (logits, *fresh) if x is not None])
             tokens, logprobs = _draw(logits, rows, sampling)
             for row, (token, logprob) in zip(rows, _fetch(tokens, logprobs), strict=True):
-                self._extend(row, token, logprob, sampling, stops)
+                row.extend(token, logprob, ending)
             yield from (row for row in rows if row.finish)
             kept = _compact([row.finish is None for row in rows])
             if kept != list(range(len(rows))):
@@ -136,20 +147,6 @@ class TransformersEngine:
                 tokens = tokens[torch.tensor(kept, dtype=torch.long, device=tokens.device)]
                 rows = [rows[i] for i in kept]
             logits = queue.decoder.step(tokens) if rows else None
-
-    def _extend(self, row: _Row, token: int, logprob: float, sampling: Sampling, stops: StopStrings) -> None:
-        """Appends a drawn token and decides whether it is the last."""
-        if not math.isfinite(logprob):
-            row.finish, row.dropped = "error", f"log-probs are not finite at response token {len(row.ids)}"
-            return
-        row.ids.append(token)
-        row.logprobs.append(logprob)
-        if token in sampling.eos_ids:
-            row.finish, row.text = "stop", decode(self.tokenizer, row.ids[:-1])
-        elif (text := stops.cut(row.ids)) is not None:
-            row.finish, row.text = "stop", text
-        elif len(row.ids) == len(row.noise):
-            row.finish, row.text = "length", decode(self.tokenizer, row.ids)
 
     def _rollout(self, row: _Row) -> Rollout:
         failed = row.finish == "error"
