@@ -138,11 +138,16 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a forward pass says of each response token, gathered per rollout; 0 where the mask is False."""
+    """What a forward pass says of each response token, gathered per rollout; 0 where the mask is False.
+
+    `routes`, where they were recorded, map a router's name to the experts [N, K] of the fed tokens, in the order
+    of the forward.
+    """
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
+    routes: Mapping[str, Tensor] | None = None
 
 
 @dataclass(slots=True)

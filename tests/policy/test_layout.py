@@ -76,19 +76,18 @@ def test_routes_go_into_the_forwards_order_and_come_back(shape, kind):
     rng = np.random.default_rng(0)
     prompts = {r.slot: rng.integers(4, 99, (len(r.prompt.ids), 2)) for r in rollouts}
     responses = [rng.integers(4, 99, (max(len(r.response_ids) - 1, 0), 2)) for r in rollouts]
-    placed = layout.place_routes(prompts, responses)
+    routes = [np.concatenate([prompts[r.slot], response]) for r, response in zip(rollouts, responses, strict=True)]
+    placed = layout.place_routes(routes)
     assert placed.shape == (layout.input_ids.numel(), 2)
     assert (placed[~layout.attention_mask.flatten().numpy()] == [0, 1]).all()
-    cut_prompts, cut_responses = layout.cut_routes(placed)
-    assert all(np.array_equal(cut_prompts[slot], routes) for slot, routes in prompts.items())
-    assert all(np.array_equal(a, b) for a, b in zip(cut_responses, responses, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(layout.cut_routes(placed), routes, strict=True))
 
 
 def test_routes_of_the_wrong_length_are_refused():
     rollouts = random_rollouts([(3, (4,))])
     layout = build_layout(rollouts, "shared")
-    with pytest.raises(ValueError, match="4 rows of routes for 3 fed tokens"):
-        layout.place_routes({0: np.zeros((3, 2), int)}, [np.zeros((4, 2), int)])
+    with pytest.raises(ValueError, match="7 rows of routes for 6 fed tokens"):
+        layout.place_routes([np.zeros((7, 2), int)])
 
 
 def test_a_slot_with_two_prompts_is_refused():

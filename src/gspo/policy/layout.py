@@ -12,7 +12,7 @@ token is a target only and is never fed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -101,43 +101,34 @@ class TokenLayout:
         """The inverse of `scatter`: `[B, T]` to the scored tokens `[M]`."""
         return values.reshape(-1)[self.places.to(values.device)]
 
-    def place_routes(
-        self, prompts: Mapping[int, np.ndarray], responses: Sequence[np.ndarray]
-    ) -> Int[np.ndarray, "N K"]:
-        """One router's recorded experts in the order of the forward.
+    def place_routes(self, routes: Sequence[np.ndarray]) -> Int[np.ndarray, "N K"]:
+        """One router's experts in the order of the forward.
 
-        Args:
-            prompts: for each slot, the experts [|x|, K] of its prompt's tokens.
-            responses: for each rollout, the experts [|y| - 1, K] of its fed response tokens.
-
-        Padding gets experts 0 .. K-1: distinct, as a router's own choice is, and never scored.
+        `routes` has for each rollout the experts [n, K] of its fed tokens: the prompt's, then the response's but
+        for its last. A shared prompt takes those of its first rollout. Padding gets experts 0 .. K-1: distinct,
+        as a router's own choice is, and never scored.
 
         Raises:
-            ValueError: the routes of a prompt or response do not have one row per fed token.
+            ValueError: a rollout's routes do not have one row per fed token.
         """
-        experts = next(iter(prompts.values())).shape[1]
-        placed = np.tile(np.arange(experts, dtype=np.int64), (self.input_ids.numel(), 1))
+        placed = np.tile(np.arange(routes[0].shape[1], dtype=np.int64), (self.input_ids.numel(), 1))
         for piece in self.pieces:
-            _place(placed, piece.prompt, prompts[piece.slot], f"prompt {piece.slot}")
             for index, span in piece.responses:
-                _place(placed, span, responses[index], f"response {index}")
+                given, fed = len(routes[index]), piece.prompt.length + span.length
+                if given != fed:
+                    raise ValueError(f"rollout {index}: {given} rows of routes for {fed} fed tokens")
+                placed[span.start : span.stop] = routes[index][piece.prompt.length :]
+            placed[piece.prompt.start : piece.prompt.stop] = routes[piece.responses[0][0]][: piece.prompt.length]
         return placed
 
-    def cut_routes(self, flat: Int[np.ndarray, "N K"]) -> tuple[dict[int, np.ndarray], list[np.ndarray]]:
-        """The inverse of `place_routes`. A prompt that is fed several times keeps its first routes."""
-        prompts: dict[int, np.ndarray] = {}
-        responses: list[np.ndarray] = [flat[:0]] * self.rows
+    def cut_routes(self, flat: Int[np.ndarray, "N K"]) -> list[np.ndarray]:
+        """The inverse of `place_routes`: for each rollout the rows of its fed tokens."""
+        routes: list[np.ndarray] = [flat[:0]] * self.rows
         for piece in self.pieces:
-            prompts.setdefault(piece.slot, flat[piece.prompt.start : piece.prompt.stop])
+            prompt = flat[piece.prompt.start : piece.prompt.stop]
             for index, span in piece.responses:
-                responses[index] = flat[span.start : span.stop]
-        return prompts, responses
-
-
-def _place(placed: np.ndarray, span: Span, routes: np.ndarray, what: str) -> None:
-    if len(routes) != span.length:
-        raise ValueError(f"{what}: {len(routes)} rows of routes for {span.length} fed tokens")
-    placed[span.start : span.stop] = routes
+                routes[index] = np.concatenate([prompt, flat[span.start : span.stop]])
+        return routes
 
 
 def build_layout(rollouts: Sequence[Rollout], kind: LayoutKind, *, columns: int | None = None) -> TokenLayout:

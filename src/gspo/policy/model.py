@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from gspo.policy import head as heads
 from gspo.policy.attention import use_layout
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
 from gspo.policy.memory import MemoryEstimate
+from gspo.policy.route_checks import Routes
+from gspo.policy.routing import record_routing, replay_routing
 from gspo.types import Rollout, Scores
 
 
@@ -108,9 +110,11 @@ class Policy:
         """What the optimizer updates."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
 
-    def layout(self, rollouts: Sequence[Rollout], *, columns: int | None = None) -> TokenLayout:
-        """The rollouts in this policy's layout, on its device; `columns` is T."""
-        return build_layout(rollouts, self.layout_kind, columns=columns).to(self.device)
+    def layout(
+        self, rollouts: Sequence[Rollout], *, columns: int | None = None, kind: LayoutKind | None = None
+    ) -> TokenLayout:
+        """The rollouts in this policy's layout (or `kind`), on its device; `columns` is T."""
+        return build_layout(rollouts, kind or self.layout_kind, columns=columns).to(self.device)
 
     @contextmanager
     def forward(
@@ -120,14 +124,19 @@ class Policy:
         temperature: float,
         entropy: bool = True,
         support: heads.Support | None = None,
+        routes: Routes | None = None,
+        record: bool = False,
     ) -> Iterator[Scores]:
-        """Scores with gradients. Call `backward` inside: recomputed layers need the layout once more.
+        """Scores with gradients. Call `backward` inside: recomputed layers need the layout and routes once more.
+
+        `routes` (layer -> [N, K], in the order of this layout) are forced on a Mixture-of-Experts model; `record`
+        puts those that it chose into `Scores.routes`, complete when the context has ended.
 
         >>> with policy.forward(layout, temperature=1.0) as scores:  # doctest: +SKIP
         ...     loss(scores.logprobs).backward()
         """
-        with self.scorer.attending(layout):
-            yield _score(self.scorer, layout, temperature, entropy, support)
+        with self.scorer.attending(layout), _routing(self.model, layout, routes, record) as recorded:
+            yield replace(_score(self.scorer, layout, temperature, entropy, support), routes=recorded)
 
     @torch.no_grad()
     def score(
@@ -137,9 +146,13 @@ class Policy:
         temperature: float,
         entropy: bool = True,
         support: heads.Support | None = None,
+        routes: Routes | None = None,
+        record: bool = False,
     ) -> Scores:
         """Scores without gradients: the `old` log-probs."""
-        with self.forward(layout, temperature=temperature, entropy=entropy, support=support) as scores:
+        with self.forward(
+            layout, temperature=temperature, entropy=entropy, support=support, routes=routes, record=record
+        ) as scores:
             return scores
 
     @torch.no_grad()
@@ -159,9 +172,28 @@ class Policy:
         with adapter_off(self.adapter), self.scorer.attending(layout):
             return _score(self.scorer, layout, temperature, False, None)
 
-    def micro_batches(self, rollouts: Sequence[Rollout], max_tokens: int) -> list[list[int]]:
+    def micro_batches(
+        self, rollouts: Sequence[Rollout], max_tokens: int, *, kind: LayoutKind | None = None
+    ) -> list[list[int]]:
         """Indices of the rollouts of each forward pass, at most `max_tokens` positions each."""
-        return split_micro_batches(rollouts, max_tokens, self.layout_kind)
+        return split_micro_batches(rollouts, max_tokens, kind or self.layout_kind)
+
+
+def _routing(
+    model: Any, layout: TokenLayout, routes: Routes | None, record: bool
+) -> AbstractContextManager[dict[str, Tensor] | None]:
+    if record:
+        return record_routing(model)
+    if routes is None:
+        return nullcontext()
+    padding = ~layout.attention_mask.flatten()
+    return _replayed(model, routes, padding if layout.kind == "padded" else None)
+
+
+@contextmanager
+def _replayed(model: Any, routes: Routes, native_rows: Tensor | None) -> Iterator[None]:
+    with replay_routing(model, routes, native_rows=native_rows):
+        yield
 
 
 def _score(

@@ -12,8 +12,10 @@ from torch import Tensor
 from gspo.config import Config
 from gspo.distributed.world import World
 from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
-from gspo.policy.layout import TokenLayout
+from gspo.policy.layout import LayoutKind, TokenLayout
 from gspo.policy.model import Policy
+from gspo.policy.route_checks import Routes
+from gspo.policy.sampled_routes import prompt_routes_agree, sampled_routes
 from gspo.training.optimizer import learning_rate, make_optimizer
 from gspo.training.update_metrics import UpdateMetrics
 from gspo.types import Batch, Scores
@@ -21,10 +23,11 @@ from gspo.types import Batch, Scores
 
 @dataclass(slots=True)
 class MicroBatch:
-    """What one forward and backward pass holds, and its log-probs under the old and the reference policy."""
+    """What one forward and backward pass holds; `routes` are the experts to replay, in the order of the layout."""
 
     batch: Batch
     layout: TokenLayout
+    routes: Routes | None = None
 
 
 @dataclass(slots=True)
@@ -52,6 +55,7 @@ class Learner:
         self.optimizer = make_optimizer(policy.trainable_parameters(), config.optimizer)
         self._objective = LOSSES[config.objective.name]
         chosen = {"clip_low": config.objective.clip_low, "clip_high": config.objective.clip_high}
+        self._records = config.routing.replay == "old"
         self._clip_range = {name: value for name, value in chosen.items() if value is not None}
 
     def prepare(self, batch: Batch, metrics: UpdateMetrics) -> list[MiniBatch]:
@@ -64,8 +68,14 @@ class Learner:
         metrics.skipped = self.config.training.minibatches - len(minibatches)
         if self.config.likelihoods.old == "recompute":
             for micro in _micro_batches(minibatches[1:]):
-                scores = self.policy.score(micro.layout, temperature=self.config.rollout.temperature, entropy=False)
-                micro.batch.old_logprobs = scores.logprobs
+                scores = self.policy.score(
+                    micro.layout,
+                    temperature=self.config.rollout.temperature,
+                    entropy=False,
+                    routes=micro.routes,
+                    record=self._records,
+                )
+                micro.batch.old_logprobs, micro.routes = scores.logprobs, scores.routes or micro.routes
                 metrics.mismatch(scores, micro.batch)
         else:
             for micro in _micro_batches(minibatches):
@@ -89,20 +99,29 @@ class Learner:
 
     def _cut(self, batch: Batch) -> Iterable[MiniBatch]:
         size = self.config.rollout.prompts // self.config.training.minibatches
+        kind = self._layout_kind(batch)
         for number in range(self.config.training.minibatches):
             rows = ((batch.group_ids >= number * size) & (batch.group_ids < (number + 1) * size)).nonzero()[:, 0]
             part = batch.select(rows.tolist())
+            chosen = self.policy.micro_batches(part.rollouts, self.config.training.micro_batch_tokens, kind=kind)
             yield MiniBatch(
                 number=number,
-                micro_batches=[self._micro_batch(part.select(chosen)) for chosen in self._split(part)],
+                micro_batches=[self._micro_batch(part.select(indices), kind) for indices in chosen],
                 totals=Totals(sequences=len(part), tokens=int(part.mask.sum())),
             )
 
-    def _split(self, part: Batch) -> list[list[int]]:
-        return self.policy.micro_batches(part.rollouts, self.config.training.micro_batch_tokens)
+    def _micro_batch(self, batch: Batch, kind: LayoutKind) -> MicroBatch:
+        layout = self.policy.layout(batch.rollouts, kind=kind)
+        replayed = self.config.routing.replay == "sampler"
+        routes = sampled_routes(layout, batch.rollouts) if replayed else None
+        return MicroBatch(batch.to(self.policy.device), layout, routes)
 
-    def _micro_batch(self, batch: Batch) -> MicroBatch:
-        return MicroBatch(batch.to(self.policy.device), self.policy.layout(batch.rollouts))
+    def _layout_kind(self, batch: Batch) -> LayoutKind:
+        """The policy's layout; a prompt that an engine routed differently for each response cannot be shared."""
+        kind = self.policy.layout_kind
+        if kind == "shared" and self.config.routing.replay == "sampler" and not prompt_routes_agree(batch.rollouts):
+            return "packed"
+        return kind
 
     def _has_effect(self, minibatch: MiniBatch) -> bool:
         if self.config.objective.kl_weight > 0 and minibatch.totals.tokens > 0:
@@ -113,10 +132,16 @@ class Learner:
         """One optimizer update. `fresh`: the weights are still those that define the old policy."""
         self.optimizer.zero_grad(set_to_none=True)
         for micro in minibatch.micro_batches:
-            with self.policy.forward(micro.layout, temperature=self.config.rollout.temperature) as scores:
+            with self.policy.forward(
+                micro.layout,
+                temperature=self.config.rollout.temperature,
+                routes=micro.routes,
+                record=self._records and micro.routes is None,
+            ) as scores:
                 if micro.batch.old_logprobs is None:
                     micro.batch.old_logprobs = scores.logprobs.detach()
                 torch.autograd.backward(self._loss(scores, micro.batch, minibatch.totals, metrics))
+            micro.routes = scores.routes or micro.routes
             if fresh:
                 metrics.mismatch(scores, micro.batch)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.max_grad_norm))
