@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gspo.cli import main
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from gspo.cli import main
 from gspo.config import build_config
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,12 +2,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import random_rollouts, tiny_model
 
 from gspo.policy import tiles as tiling
 from gspo.policy.attention import layout_attention, use_layout
 from gspo.policy.layout import TokenLayout, build_layout
 from gspo.policy.tiles import plan_tiles
+from tests.policy.tiny import random_rollouts, tiny_model
 
 groups = st.lists(
     st.tuples(st.integers(1, 20), st.lists(st.integers(0, 14), min_size=1, max_size=4)), min_size=1, max_size=4

@@ -3,9 +3,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import make_rollout, random_rollouts
 
 from gspo.policy.layout import build_layout, split_micro_batches
+from tests.policy.tiny import make_rollout, random_rollouts
 
 KINDS = ("shared", "packed", "padded")
 

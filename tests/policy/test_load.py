@@ -3,10 +3,10 @@ import shutil
 
 import pytest
 import torch
-from tiny import random_rollouts, save_tiny, tiny_model
 
 from gspo.errors import BadInputError
 from gspo.policy.load import choose_autocast, choose_device, load_policy, resolve_path
+from tests.policy.tiny import random_rollouts, save_tiny, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,20 @@
 import pytest
 import torch
-from tiny import FAMILIES, HYBRIDS, gradients, make_rollout, plain_scores, random_rollouts, tiny_model, worst
 
 from gspo.config import LoraConfig
 from gspo.policy.adapters import add_lora
 from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.model import Policy, ScoringModel
+from tests.policy.tiny import (
+    FAMILIES,
+    HYBRIDS,
+    gradients,
+    make_rollout,
+    plain_scores,
+    random_rollouts,
+    tiny_model,
+    worst,
+)
 
 TEMPERATURE = 0.7
 

@@ -2,11 +2,11 @@ import logging
 
 import pytest
 import torch
-from tiny import FAMILIES, HYBRIDS, tiny_model
 from transformers import AttentionInterface
 
 from gspo.policy.attention import NAME, layout_attention
 from gspo.policy.probe import probe
+from tests.policy.tiny import FAMILIES, HYBRIDS, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

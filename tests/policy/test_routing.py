@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-from tests.policy.moe_families import FAMILIES, make, tokens
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -11,6 +10,7 @@ from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.moe import moe_layers
 from gspo.policy.routing import RoutingError, record_routing, replay_routing
 from gspo.policy.routing_figures import router_logits
+from tests.policy.moe_families import FAMILIES, make, tokens
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

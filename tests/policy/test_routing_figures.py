@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.policy.moe_families import COMMON, FAMILIES, make, tokens
 from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -19,6 +18,7 @@ from gspo.policy.routing_figures import (
     router_logits,
 )
 from gspo.policy.routing_probe import check_replayable
+from tests.policy.moe_families import COMMON, FAMILIES, make, tokens
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8))
