@@ -1,10 +1,12 @@
 """The journal gives back what was written, to the bit."""
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ def assert_same(left: Sequence[Rollout], right: Sequence[Rollout]) -> None:
 @settings(max_examples=60)
 @given(rollout_fields())
 def test_a_batch_reads_back_to_the_bit(fields: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> None:
+    assert {"prompt", *fields[0][1][0]} == {f.name for f in dataclasses.fields(Rollout)}, "a field is not tried"
     batch = build_rollouts(fields)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step-000001.jsonl.zst"
@@ -77,7 +80,9 @@ def test_advantages_per_token_and_one_per_rollout_wanted(tmp_path: Path) -> None
 
 def test_numbers_of_numpy_stay_numbers_and_dates_become_text(tmp_path: Path) -> None:
     rollout = make_rollout()
-    prompt = replace(rollout.prompt, columns={"n": np.int64(3), "v": np.array([1, 2]), "p": Path("x")})
+    prompt = replace(
+        rollout.prompt, columns=MappingProxyType({"n": np.int64(3), "v": np.array([1, 2]), "p": Path("x")})
+    )
     write_rollouts(tmp_path / "a.jsonl.zst", [replace(rollout, prompt=prompt)])
     (restored,) = read_rollouts(tmp_path / "a.jsonl.zst")
     assert restored.prompt.columns == {"n": 3, "v": [1, 2], "p": "x"}

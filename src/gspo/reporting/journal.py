@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from safetensors.numpy import save as save_tensors
 from gspo.errors import BadInputError
 from gspo.reporting.files import write_atomically
 from gspo.types import Prompt, Rollout, VersionSpan
+
+# Every field of a rollout that JSON holds as it is, so that one that is added later is not lost.
+_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in ("prompt", "routes"))
 
 Advantage = float | int | Sequence[float] | None
 
@@ -63,30 +66,17 @@ def routes_file(path: Path) -> Path:
 
 
 def _to_record(rollout: Rollout, advantage: Advantage) -> dict[str, Any]:
+    values = {name: getattr(rollout, name) for name in _PLAIN}
+    routes = rollout.routes
     return {
-        "prompt": {
-            "key": rollout.prompt.key,
-            "content": rollout.prompt.content,
-            "ids": rollout.prompt.ids,
-            "columns": dict(rollout.prompt.columns),
-        },
-        "slot": rollout.slot,
-        "sample": rollout.sample,
-        "text": rollout.text,
-        "reward": rollout.reward,
+        "prompt": {f.name: getattr(rollout.prompt, f.name) for f in fields(Prompt)}
+        | {"columns": dict(rollout.prompt.columns)},
+        **values,
         "rewards": dict(rollout.rewards),
         "advantage": advantage,
-        "finish_reason": rollout.finish_reason,
-        "dropped": rollout.dropped,
-        "policy_version": [asdict(span) for span in rollout.policy_version],
-        "response_ids": rollout.response_ids,
-        "sampler_logprobs": rollout.sampler_logprobs,
         "trainable": [int(flag) for flag in rollout.trainable],
-        "messages": rollout.messages,
-        "turns": rollout.turns,
-        "turn_rewards": rollout.turn_rewards,
-        "token_rewards": rollout.token_rewards,
-        "route_rows": None if rollout.routes is None else {name: len(rows) for name, rows in rollout.routes.items()},
+        "policy_version": [asdict(span) for span in rollout.policy_version],
+        "route_rows": None if routes is None else {name: len(rows) for name, rows in routes.items()},
     }
 
 
@@ -128,30 +118,10 @@ def _from_record(
 ) -> Rollout:
     text = json.dumps(record["prompt"])
     if text not in prompts:
-        fields = record["prompt"]
-        prompts[text] = Prompt(
-            key=fields["key"], content=fields["content"], ids=tuple(fields["ids"]), columns=fields["columns"]
-        )
-    return Rollout(
-        prompt=prompts[text],
-        slot=record["slot"],
-        sample=record["sample"],
-        response_ids=tuple(record["response_ids"]),
-        sampler_logprobs=tuple(record["sampler_logprobs"]),
-        trainable=tuple(bool(flag) for flag in record["trainable"]),
-        finish_reason=record["finish_reason"],
-        policy_version=tuple(VersionSpan(**span) for span in record["policy_version"]),
-        text=record["text"],
-        reward=record["reward"],
-        rewards=record["rewards"],
-        dropped=record["dropped"],
-        routes=routes,
-        messages=tuple(record["messages"]),
-        turns=_tuple(record["turns"]),
-        turn_rewards=_tuple(record["turn_rewards"]),
-        token_rewards=_tuple(record["token_rewards"]),
-    )
-
-
-def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+        prompts[text] = Prompt(**{**record["prompt"], "ids": tuple(record["prompt"]["ids"])})
+    values: dict[str, Any] = {
+        name: tuple(record[name]) if isinstance(record[name], list) else record[name] for name in _PLAIN
+    }
+    values["trainable"] = tuple(bool(flag) for flag in record["trainable"])
+    values["policy_version"] = tuple(VersionSpan(**span) for span in record["policy_version"])
+    return Rollout(prompt=prompts[text], routes=routes, **values)
