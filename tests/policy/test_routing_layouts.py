@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from tests.policy.moe_families import make
-from tests.policy.tiny import random_rollouts
 
 from gspo.policy.layout import TokenLayout
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import Routes, record_routing, replay_routing
+from tests.policy.moe_families import make
+from tests.policy.tiny import random_rollouts
 
 KINDS = ["shared", "packed", "padded"]
 
