@@ -197,3 +197,41 @@ def test_a_non_finite_gradient_is_not_applied(folder):
     handle.remove()
     assert (metrics["optimizer/non_finite"], learner.version) == (1, 0)
     assert all(torch.equal(before[k], v) for k, v in learner.policy.model.state_dict().items())
+
+
+def noisy_rollouts(model, std):
+    """Groups whose sampler log-probs are the model's plus noise of `std` nats a token."""
+    generator = torch.Generator().manual_seed(0)
+    groups = rewarded()
+    for g, group in enumerate(groups):
+        with torch.no_grad():
+            logprobs, _ = plain_scores(model, group, 0.8)
+        noisy = logprobs + std * torch.randn(logprobs.shape, generator=generator)
+        groups[g] = [
+            dataclasses.replace(r, sampler_logprobs=tuple(row[: len(r.response_ids)].tolist()))
+            for r, row in zip(group, noisy, strict=True)
+        ]
+    return groups
+
+
+@pytest.mark.parametrize(("std", "says"), [(0.5, True), (1e-4, False)])
+def test_a_clip_range_below_the_engines_noise_is_said_at_the_first_step(folder, std, says):
+    learner = make_learner(folder, settings(likelihoods={"old": "sampler"}, training={"minibatches": 1}))
+    batch = make_batch(noisy_rollouts(learner.policy.model, std), learner.config)
+    metrics = UpdateMetrics()
+    learner.update(1, learner.prepare(batch, metrics), metrics)
+    assert (metrics.warning is not None) == says
+    if metrics.warning is not None:
+        assert "below the numerical noise" in metrics.warning
+    later = UpdateMetrics()
+    learner.update(2, learner.prepare(batch, later), later)
+    assert later.warning is None
+
+
+def test_dual_clip_bounds_the_ratio_of_bad_responses(folder):
+    config = settings(training={"minibatches": 1, "epochs": 2}, optimizer={"learning_rate": 3e-2})
+    bounded = settings(
+        training={"minibatches": 1, "epochs": 2}, optimizer={"learning_rate": 3e-2}, objective={"dual_clip": 1.05}
+    )
+    removed = [run_update(make_learner(folder, c), rewarded())["clip/sequence_removed"].sum for c in (config, bounded)]
+    assert removed[1] > removed[0]

@@ -21,6 +21,14 @@ def impossible(config: Config) -> list[str]:
             "rollout.top_p, rollout.top_k and rollout.min_p must be 1, 0 and 0: training on truncated sampling "
             "needs the kept support, which is not carried; they are allowed under [evaluation]"
         )
+    objective = config.objective
+    if objective.clip_low == 1 and objective.name not in ("cispo", "sapo"):
+        found.append(
+            f"objective.clip_low = 1: no ratio is below 0, so that {objective.name} would never clip on the low side; "
+            "give a value below 1"
+        )
+    if objective.dual_clip is not None and objective.name not in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo"):
+        found.append(f"objective.dual_clip: {objective.name} has no dual clip; leave it out")
     if config.routing.replay == "old" and config.likelihoods.old == "sampler":
         found.append(
             'routing.replay = "old" needs likelihoods.old = "recompute": without an old forward there are no old '

@@ -95,7 +95,7 @@ class ObjectiveConfig(Section):
     clip_low: float | None = Field(
         None,
         gt=0,
-        lt=1,
+        le=1,
         description="Ratios below 1 - clip_low are clipped; default: the objective's own (gspo 3e-4, grpo 0.2).",
     )
     clip_high: float | None = Field(
@@ -103,8 +103,14 @@ class ObjectiveConfig(Section):
         gt=0,
         description="Ratios above 1 + clip_high are clipped; default: the objective's own (gspo 4e-4, grpo 0.27).",
     )
-    advantage_scale: Literal["std", "none"] = Field(
-        "std", description="Divide a group's centred rewards by their standard deviation, or not."
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Upper bound of the ratio at negative advantages, where the clip has none; above 1 + clip_high.",
+    )
+    advantage_scale: Literal["std", "sample_std", "none"] = Field(
+        "std",
+        description="Divide a group's centred rewards by their population deviation, their sample deviation, or not.",
     )
     kl_weight: NonNegative = Field(
         0.0,

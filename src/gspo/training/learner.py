@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo.config import Config
 from gspo.distributed.world import World
-from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
+from gspo.objectives import CLIP_RANGES, LOSSES, Totals, kl_k3, token_mean
 from gspo.policy.layout import LayoutKind, TokenLayout
 from gspo.policy.model import Policy
 from gspo.policy.route_checks import Routes
@@ -54,9 +54,11 @@ class Learner:
         self._parameters = [parameter for _, parameter in policy.trainable_parameters()]
         self.optimizer = make_optimizer(policy.trainable_parameters(), config.optimizer)
         self._objective = LOSSES[config.objective.name]
-        chosen = {"clip_low": config.objective.clip_low, "clip_high": config.objective.clip_high}
         self._records = config.routing.replay == "old"
-        self._clip_range = {name: value for name, value in chosen.items() if value is not None}
+        low, high = CLIP_RANGES[config.objective.name]
+        self.clip_low = low if config.objective.clip_low is None else config.objective.clip_low
+        self.clip_high = high if config.objective.clip_high is None else config.objective.clip_high
+        self._options = {} if config.objective.dual_clip is None else {"dual_clip": config.objective.dual_clip}
 
     def prepare(self, batch: Batch, metrics: UpdateMetrics) -> list[MiniBatch]:
         """Cuts the batch, drops mini-batches that cannot move the policy, and scores the rest before any update.
@@ -96,6 +98,8 @@ class Learner:
                 rate = learning_rate(self.config.optimizer, place, total)
                 fresh = epoch == 0 and minibatch is minibatches[0]
                 self._apply(minibatch, rate, fresh, metrics)
+                if fresh and step == 1 and self.config.objective.name in ("gspo", "gspo_token"):
+                    metrics.judge_clip_range(self.clip_low, self.clip_high)
 
     def _cut(self, batch: Batch) -> Iterable[MiniBatch]:
         size = self.config.rollout.prompts // self.config.training.minibatches
@@ -157,7 +161,14 @@ class Learner:
         """This micro-batch's share of the mini-batch's loss."""
         assert batch.old_logprobs is not None
         output = self._objective(
-            scores.logprobs, batch.old_logprobs, batch.advantages, batch.mask, totals=totals, **self._clip_range
+            scores.logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            totals=totals,
+            **self._options,
         )
         loss = output.loss
         if batch.reference_logprobs is not None:

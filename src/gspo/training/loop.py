@@ -91,6 +91,8 @@ def _step(run: Run) -> StepResult:
         minibatches = learner.prepare(batch, update_metrics)
     with clock.stage("update"):
         learner.update(step, minibatches, update_metrics)
+    if update_metrics.warning is not None:
+        run.recorder.note(update_metrics.warning)
     with clock.stage("export"):
         run.engine.update_weights(named_tensors(run.policy), learner.version)
     run.state.advance(learner.version, run.collector.stream.cursor)

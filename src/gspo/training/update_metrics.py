@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from gspo.objectives import ObjectiveOutput, ObjectiveStats
+from gspo.objectives import ObjectiveOutput, ObjectiveStats, clip_range_below_noise, engine_differences
+from gspo.objectives.guidance import EngineDifferences
 from gspo.reporting.metrics import Metric, Ratio
 from gspo.reporting.objective_metrics import objective_metrics
 from gspo.types import Batch, Scores
@@ -19,6 +20,8 @@ class UpdateMetrics:
     def __init__(self) -> None:
         self.skipped = 0
         self.learning_rate: float | None = None
+        self.warning: str | None = None
+        self._differences: EngineDifferences | None = None
         self._stats: ObjectiveStats | None = None
         self._losses: list[Tensor] = []
         self._norms: list[float] = []
@@ -29,11 +32,22 @@ class UpdateMetrics:
         self._sequence_mismatch: list[Tensor] = []
 
     def mismatch(self, scores: Scores, batch: Batch) -> None:
-        """Sampler against training engine, at the weights that sampled."""
+        """Sampler against training engine, at the weights that sampled.
+
+        Where the sampler's log-probs stand in the ratio, this is how far ratios are from 1 before any update.
+        """
+        if batch.old_logprobs is not None:
+            found = engine_differences(scores.logprobs, batch.old_logprobs, batch.mask)
+            self._differences = found if self._differences is None else self._differences + found
         difference = (batch.sampler_logprobs - scores.logprobs.detach()).where(batch.mask, 0.0)
         self._token_mismatch.append(difference.abs()[batch.mask])
         means = difference.sum(1) / batch.mask.sum(1).clamp(min=1)
         self._sequence_mismatch.append(means.abs()[batch.mask.any(1)])
+
+    def judge_clip_range(self, clip_low: float, clip_high: float) -> None:
+        """Sets `warning` if ratios leave the clip range by the engines' noise alone."""
+        if self._differences is not None:
+            self.warning = clip_range_below_noise(self._differences, clip_low=clip_low, clip_high=clip_high)
 
     def micro_batch(self, output: ObjectiveOutput, loss: Tensor, scores: Scores, batch: Batch) -> None:
         """One forward pass of an update; `loss` is its share of the mini-batch's loss, the KL included."""
