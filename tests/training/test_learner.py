@@ -235,3 +235,13 @@ def test_dual_clip_bounds_the_ratio_of_bad_responses(folder):
     )
     removed = [run_update(make_learner(folder, c), rewarded())["clip/sequence_removed"].sum for c in (config, bounded)]
     assert removed[1] > removed[0]
+
+
+def test_a_minibatch_whose_rollouts_were_all_dropped_is_skipped(folder):
+    config = settings(training={"minibatches": 4})
+    groups = rewarded()
+    groups[1] = [dataclasses.replace(r, reward=None, dropped="x") for r in groups[1]]
+    metrics = run_update(make_learner(folder, config), groups)
+    assert (metrics["optimizer/skipped"], metrics["optimizer/updates"]) == (1, 3)
+    nothing = [[dataclasses.replace(r, reward=None, dropped="x") for r in g] for g in groups]
+    assert run_update(make_learner(folder, config), nothing)["optimizer/skipped"] == 4

@@ -48,20 +48,26 @@ def save_checkpoint(run: Path, policy: Policy, learner: Learner, state: TrainSta
     """Writes `checkpoints/step-NNNNNN` under the run, then removes all but the last `keep` and the best."""
     folder = run / CHECKPOINTS
     final = folder / f"step-{state.step:06d}"
-    partial = folder / f".partial-{final.name}"
-    with uninterrupted():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_policy(policy, partial)
-        save_file(_contiguous(optimizer_tensors(learner.optimizer, _names(policy))), partial / OPTIMIZER)
-        (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        _flush(partial)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
-        if state.best_step == state.step:
-            _point_best_at(folder, final.name)
-        _prune(folder, keep)
+    if learner.world.is_main:
+        with uninterrupted():
+            _write(folder, final, policy, learner, state)
+            if state.best_step == state.step:
+                _point_best_at(folder, final.name)
+            _prune(folder, keep)
+    learner.world.barrier()
     return final
+
+
+def _write(folder: Path, final: Path, policy: Policy, learner: Learner, state: TrainState) -> None:
+    partial = folder / f".partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save_policy(policy, partial)
+    save_file(_contiguous(optimizer_tensors(learner.optimizer, _names(policy))), partial / OPTIMIZER)
+    (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+    _flush(partial)
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
 
 
 def load_trainer_state(checkpoint: Path, policy: Policy, learner: Learner) -> TrainState:

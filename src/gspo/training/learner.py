@@ -108,10 +108,11 @@ class Learner:
             rows = ((batch.group_ids >= number * size) & (batch.group_ids < (number + 1) * size)).nonzero()[:, 0]
             part = batch.select(rows.tolist())
             chosen = self.policy.micro_batches(part.rollouts, self.config.training.micro_batch_tokens, kind=kind)
+            sequences, tokens = self.world.sum(torch.tensor([len(part), int(part.mask.sum())])).tolist()
             yield MiniBatch(
                 number=number,
                 micro_batches=[self._micro_batch(part.select(indices), kind) for indices in chosen],
-                totals=Totals(sequences=len(part), tokens=int(part.mask.sum())),
+                totals=Totals(sequences=sequences, tokens=tokens),
             )
 
     def _micro_batch(self, batch: Batch, kind: LayoutKind) -> MicroBatch:
