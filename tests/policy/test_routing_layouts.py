@@ -8,7 +8,7 @@ from gspo.policy.layout import TokenLayout
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import Routes, record_routing, replay_routing
 from tests.policy.moe_families import make
-from tests.policy.tiny import random_rollouts
+from tests.policy.tiny import make_rollout, random_rollouts
 
 KINDS = ["shared", "packed", "padded"]
 
@@ -25,8 +25,8 @@ def moved(routes: Routes, source: TokenLayout, target: TokenLayout) -> dict[str,
     """Routes of one layout in the order of another, by way of the rollouts."""
     placed = {}
     for name, indices in routes.items():
-        prompts, responses = source.cut_routes(indices.numpy().astype(np.int16))
-        placed[name] = torch.from_numpy(target.place_routes(prompts, responses))
+        rollouts = source.cut_routes(indices.numpy().astype(np.int16))
+        placed[name] = torch.from_numpy(target.place_routes(rollouts))
     return placed
 
 
@@ -64,3 +64,9 @@ def test_routes_recorded_in_one_layout_replay_in_another(kind, checkpointing):
     assert gradients.keys() == others.keys()
     for name, gradient in gradients.items():
         assert (others[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
+
+
+def test_rollouts_without_a_scored_token_need_no_routes():
+    policy = policy_of(make("qwen3_moe", vocab_size=61), "shared")
+    layout = policy.layout([make_rollout(0, 0, (5, 6, 7), (), ())])
+    assert policy.score(layout, temperature=1.0, record=True).routes is None

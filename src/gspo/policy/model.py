@@ -182,6 +182,8 @@ class Policy:
 def _routing(
     model: Any, layout: TokenLayout, routes: Routes | None, record: bool
 ) -> AbstractContextManager[dict[str, Tensor] | None]:
+    if len(layout.source) == 0:  # nothing is scored, so that no forward runs
+        return nullcontext()
     if record:
         return record_routing(model)
     if routes is None:
