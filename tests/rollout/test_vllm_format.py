@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from gspo.errors import BadInputError
 from gspo.rollout.text import StopStrings
-from gspo.rollout.vllm_format import Draw, check_sampling, draws, finished, sampling_params, version_spans
+from gspo.rollout.vllm_format import (
+    Draw,
+    check_sampling,
+    draws,
+    finished,
+    sampling_params,
+    version_spans,
+    with_output_head,
+)
 from gspo.types import Prompt, Request, Sampling, VersionSpan
 
 PROMPT = Prompt("k", "", (5, 6))
 SPANS = (VersionSpan(0, 7),)
-places = st.tuples(*[st.integers(0, 2**40)] * 4)
+places = st.tuples(*[st.integers(0, 2**40)] * 5)
 
 
 @given(places, places)
 def test_seeds_differ_wherever_the_place_differs(first: tuple[int, ...], second: tuple[int, ...]) -> None:
-    seeds = [Draw(PROMPT, step, slot, sample).seed(seed) for seed, step, slot, sample in (first, second)]
+    seeds = [Draw(PROMPT, *place[1:]).seed(place[0]) for place in (first, second)]
     assert (seeds[0] == seeds[1]) == (first == second)
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_turns_of_a_conversation_have_seeds_of_their_own() -> None:
+    request = Request(PROMPT, samples=1, step=1, slot=4, turn=2)
+    assert list(draws([request])) == [Draw(PROMPT, 1, 4, 0, turn=2)]
+    assert len({Draw(PROMPT, 1, 4, 0, turn).seed(0) for turn in range(5)}) == 5
 
 
 def test_a_request_for_further_samples_goes_on_with_their_numbers() -> None:
@@ -33,6 +48,14 @@ def test_a_response_never_outgrows_the_context() -> None:
     draw = Draw(PROMPT, 0, 0, 0)
     assert sampling_params(draw, Sampling(max_tokens=10), context=8)["max_tokens"] == 6
     assert sampling_params(draw, Sampling(max_tokens=3), context=8)["max_tokens"] == 3
+
+
+def test_a_tied_output_head_is_sent_under_its_own_name() -> None:
+    embedding, other, head = torch.zeros(3, 2), torch.ones(2), torch.full((3, 2), 2.0)
+    tied = [("model.embed_tokens.weight", embedding), ("model.norm.weight", other)]
+    assert list(with_output_head(iter(tied))) == [*tied, ("lm_head.weight", embedding)]
+    for untied in ([("lm_head.weight", head), *tied], [*tied, ("lm_head.weight", head)], tied[1:]):
+        assert list(with_output_head(iter(untied))) == untied
 
 
 def span(version: str, start: int, end: int) -> dict[str, object]:

@@ -26,6 +26,7 @@ from gspo.rollout.vllm_format import (
     problem,
     sampling_params,
     version_spans,
+    with_output_head,
 )
 from gspo.rollout.weight_files import write_weights
 from gspo.types import Request, Rollout, Sampling, VersionSpan
@@ -97,7 +98,7 @@ class ServerEngine:
         self._updates += 1
         label = f"gspo-{self._name}-{self._updates}-version-{version}"
         weights = Weights(label, self.weights_folder / label)
-        write_weights(named_tensors, weights.folder)
+        write_weights(with_output_head(named_tensors), weights.folder)
         previous, self._weights, self.version = self._weights, weights, version
         self.pool.publish(weights)
         if previous is not None:

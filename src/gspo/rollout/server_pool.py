@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,19 @@ class Weights:
     folder: Path
 
 
-@dataclass(eq=False, slots=True)
 class Server:
     """One server; all but `url` and `lock` change under the pool's condition only."""
 
-    url: str
-    ready: bool = False
-    recovering: bool = False
-    running: int = 0
-    faults: int = 0
-    context: int = 0
-    problem: str = "it has not been asked yet"
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the server is brought up, so that two threads never load weights into it at once."""
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ready = False
+        self.recovering = False
+        self.running = 0
+        self.faults = 0
+        self.context = 0
+        self.problem = "it has not been asked yet"
+        # Held while the server is brought up, so that two threads never load weights into it at once.
+        self.lock = threading.Lock()
 
 
 class ServerPool:

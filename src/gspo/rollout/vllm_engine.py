@@ -25,6 +25,7 @@ from gspo.rollout.vllm_format import (
     problem,
     sampling_params,
     version_spans,
+    with_output_head,
 )
 from gspo.types import Request, Rollout, Sampling, VersionSpan
 
@@ -108,7 +109,7 @@ class VllmEngine:
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Loads checkpoint-format tensors into vLLM's own layout, in place, and forgets the cached prefixes."""
         self._wake(_WEIGHTS)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_tensors)})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": with_output_head(named_tensors)})
         if not self.llm.reset_prefix_cache():
             raise GspoError("vLLM could not empty the prefix cache of the old weights; a request is still running")
         self._label(version)

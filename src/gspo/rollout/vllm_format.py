@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from gspo.errors import BadInputError
 from gspo.rollout.sampling import noise_key
@@ -16,6 +17,8 @@ from gspo.types import Prompt, Request, Rollout, Sampling, VersionSpan
 
 # vLLM samples at 0.01 whatever lies between 0 and 0.01 (its `SamplingParams`).
 _LOWEST_TEMPERATURE = 0.01
+
+_HEAD = "lm_head.weight"
 
 # Over HTTP vLLM writes this for a log-prob that is -inf or NaN, which JSON cannot hold.
 _NOT_FINITE = -9999.0
@@ -92,6 +95,23 @@ def sampling_params(draw: Draw, sampling: Sampling, context: int) -> dict[str, A
         "skip_special_tokens": True,
         "logprobs": 0,
     }
+
+
+def with_output_head(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, and at the end an output head that is tied to the input embedding, if it is not among them.
+
+    vLLM packs the head for a CPU into a copy of its own, which a reload without a tensor of that name leaves at the
+    old weights, in silence.
+    """
+    embedding: Tensor | None = None
+    headless = True
+    for name, tensor in named_tensors:
+        headless &= name != _HEAD
+        if name.endswith("embed_tokens.weight"):
+            embedding = tensor
+        yield name, tensor
+    if headless and embedding is not None:
+        yield _HEAD, embedding
 
 
 def version_spans(
