@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from gspo.errors import BadInputError
-from gspo.policy.load import choose_autocast, choose_device, load_policy, resolve_path
+from gspo.policy.devices import choose_autocast, choose_device
+from gspo.policy.load import load_policy
+from gspo.policy.sources import resolve_path
 from tests.policy.tiny import random_rollouts, save_tiny, tiny_model
 
 

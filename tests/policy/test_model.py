@@ -1,10 +1,14 @@
+import itertools
+
 import pytest
 import torch
 
 from gspo.config import LoraConfig
 from gspo.policy.adapters import add_lora
+from gspo.policy.layout import build_layout
 from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.model import Policy, ScoringModel
+from gspo.policy.routing import replay_routing
 from tests.policy.tiny import (
     FAMILIES,
     HYBRIDS,
@@ -94,15 +98,60 @@ def test_checkpointing_and_lora_change_no_gradient_and_feed_no_token_twice(famil
     assert worst(gradients(model), reference) < 1e-5
 
 
-def grown_adapter(model):
+def grown_adapter(model, size=0.05):
     """An adapter as training would leave it: no factor is zero."""
     adapter = add_lora(model, LoraConfig(rank=2))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     return adapter
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "checkpointing", "kind"),
+    [
+        *itertools.product(["qwen3_moe", "gpt_oss"], [False, True], [False, True], ["shared"]),
+        ("qwen3_moe", False, False, "packed"),
+        ("qwen3_moe", False, True, "padded"),
+    ],
+)
+def test_replayed_routes_give_the_scores_and_gradients_of_one_rollout_at_a_time(family, lora, checkpointing, kind):
+    model = tiny_model(family)
+    rollouts = random_rollouts(seed=1)
+    policy = policy_of(model, kind)
+    layout = policy.layout(rollouts)
+    routes = policy.score(layout, temperature=TEMPERATURE, record=True).routes
+    with torch.no_grad():  # the routers as an update would leave them: some tokens now choose other experts
+        for name, parameter in model.named_parameters():
+            if name.endswith(("router.weight", "mlp.gate.weight")):
+                parameter.add_(
+                    0.3 * parameter.std() * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+                )
+    natural = policy.score(layout, temperature=TEMPERATURE, record=True).routes
+    assert any(not torch.equal(natural[name], routes[name]) for name in routes)
+    if lora:
+        grown_adapter(model, 0.02)
+    expected = [torch.zeros(layout.rows, layout.columns) for _ in range(2)]
+    cut = {name: layout.cut_routes(chosen.long().numpy()) for name, chosen in routes.items()}
+    for row, rollout in enumerate(rollouts):
+        alone = build_layout([rollout], "padded")
+        if alone.places.numel():
+            own = {name: torch.from_numpy(cut[name][row]) for name in cut}
+            with replay_routing(model, own, min_agreement=None):
+                logits = model(input_ids=alone.input_ids, use_cache=False).logits[0][alone.source]
+            logs = torch.log_softmax(logits / TEMPERATURE, -1)
+            expected[0][row, alone.places] = logs.gather(1, alone.targets[:, None]).squeeze(1)
+            expected[1][row, alone.places] = -(logs.exp() * logs).sum(-1)
+    loss_of(*expected).backward()
+    reference = gradients(model)
+    if checkpointing:
+        enable_activation_checkpointing(model)
+    with policy.forward(layout, temperature=TEMPERATURE, routes=routes) as scores:
+        loss_of(scores.logprobs, scores.entropy).backward()
+    torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
+    assert worst(gradients(model), reference) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
@@ -178,3 +227,7 @@ def test_rollouts_without_a_scored_token_score_zero():
     scores = policy.score(policy.layout(random_rollouts([(3, (0, 0))]), columns=2), temperature=1.0)
     assert not scores.logprobs.any()
     assert not scores.mask.any()
+    layout = policy.layout(random_rollouts([(3, (0, 0))]), columns=2)
+    with policy.forward(layout, temperature=1.0) as grown:
+        grown.logprobs.sum().backward()
+    assert all(parameter.grad is None for parameter in policy.model.parameters())

@@ -6,13 +6,16 @@ with or without it.
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from gspo.config import LoraConfig
@@ -28,10 +31,7 @@ def add_lora(model: Any, lora: LoraConfig, *, train: bool = True, seed: int = 0)
     Raises:
         BadInputError: peft is not installed, or no module is called as `lora.targets` says.
     """
-    try:
-        import peft
-    except ImportError:
-        raise BadInputError("model.lora: peft is not installed; run pip install 'gspo[peft]'") from None
+    peft = _peft("model.lora")
     settings = peft.LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets, task_type="CAUSAL_LM"
     )
@@ -49,11 +49,43 @@ def add_lora(model: Any, lora: LoraConfig, *, train: bool = True, seed: int = 0)
     return adapter
 
 
-def load_lora(model: Any, folder: Path, *, train: bool = True) -> Any:
-    """Puts a saved adapter into `model` and returns peft's handle to it."""
-    import peft
+def restore_lora(adapter: Any, folder: Path) -> None:
+    """Puts the weights that `save_lora` wrote into an adapter of the same shape.
 
-    return peft.PeftModel.from_pretrained(model, str(folder), is_trainable=train)
+    Raises:
+        BadInputError: the saved adapter has another rank or other targets.
+    """
+    peft = _peft("model.lora")
+    saved = load_file(folder / "adapter_model.safetensors")
+    expected = peft.get_peft_model_state_dict(adapter)
+    if {name: t.shape for name, t in saved.items()} != {name: t.shape for name, t in expected.items()}:
+        raise BadInputError(
+            f"model.lora: the adapter in {str(folder)!r} has another rank or other targets; resume with the settings "
+            "of the run"
+        )
+    peft.set_peft_model_state_dict(adapter, saved)
+
+
+def merge_lora(model: Any, folder: Path) -> Any:
+    """The model with a saved adapter added into its weights for good.
+
+    Raises:
+        BadInputError: peft is not installed, or the adapter does not fit the model.
+    """
+    peft = _peft(f"model.path: {str(folder)!r}")
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except (RuntimeError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise BadInputError(f"model.path: the adapter {str(folder)!r} cannot be merged ({reason})") from None
+
+
+def _peft(what: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise BadInputError(f"{what}: adapters need peft, which is not installed; pip install 'gspo[peft]'") from None
+    return peft
 
 
 def count_parameters(shell: Any, lora: LoraConfig) -> int:
@@ -70,28 +102,42 @@ def adapter_off(adapter: Any) -> Iterator[None]:
 
 
 def save_lora(adapter: Any, folder: Path) -> None:
-    """Writes the adapter alone, in peft's own format: `load_lora` and `PeftModel.from_pretrained` read it."""
-    adapter.save_pretrained(str(folder))
+    """Writes the adapter alone, in peft's own format, which `PeftModel.from_pretrained` reads."""
+    adapter.save_pretrained(str(folder), save_embedding_layers=False)
 
 
-def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters and buffers under the names they have without an adapter, the update added in.
+def without_adapter(model: Any) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+    """The state of `model` under the names it has without an adapter, the adapter's update left out.
 
-    The model is left as it is: adding and taking away again would not give back the same bits.
+    The second dict has, for each adapted weight, what gives it with the update added in. The model itself stays as it
+    is: adding the update and taking it away again would not give back the same bits.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    updates = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            updates[f"{name}.base_layer.weight"] = module
+    state: dict[str, Tensor] = {}
+    merged: dict[str, Callable[[], Tensor]] = {}
+    # A layer's weight is adapted, or one of the stacked parameters of a module of experts, which peft wraps once each.
+    layers = {
+        f"{_plain(name)}.{getattr(module, 'parameter_name', 'weight')}": module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer)
+    }
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
             continue
-        plain = name.replace(".base_layer.", ".")
-        layer = updates.get(name)
-        if layer is None:
-            yield plain, tensor
-        else:
-            deltas = [layer.get_delta_weight(active) for active in layer.active_adapters]
-            yield plain, tensor + sum(deltas).to(tensor.dtype)
+        plain = _plain(name)
+        state[plain] = tensor
+        if plain in layers:
+            merged[plain] = partial(_merged, layers[plain], tensor)
+    return state, merged
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"\.base_layer\b", "", name)
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    for name in layer.active_adapters:
+        weight = weight + layer.get_delta_weight(name).to(weight.dtype)
+    return weight

@@ -4,30 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from gspo.policy.adapters import save_lora, without_adapter
 from gspo.policy.model import Policy
 
 
 def named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint-format (name, tensor) pairs: an adapter merged in, fused experts split back."""
-    if policy.adapter is None:
-        state = policy.model.state_dict()
-    else:
-        from gspo.policy.adapters import merged_parameters
+    """Checkpoint-format (name, tensor) pairs: an adapter merged in, fused experts split back, tied weights once.
 
-        state = dict(merged_parameters(policy.model))
-    yield from revert_weight_conversion(policy.model, state).items()
+    Tensors are views of the weights wherever they can be; an adapted weight is merged when its turn comes, so that
+    never more than one of them is held.
+    """
+    if policy.adapter is None:
+        yield from _checkpoint_format(policy.model, policy.model.state_dict()).items()
+        return
+    state, merged = without_adapter(policy.model)
+    adapted = {state[name].data_ptr(): name for name in merged}
+    converted = _checkpoint_format(policy.model, state)
+    untouched = {tensor.data_ptr() for name, tensor in converted.items() if _is_whole(tensor, state, adapted)}
+    split = {name: merged[name]() for pointer, name in adapted.items() if pointer not in untouched}
+    if split:
+        converted = _checkpoint_format(policy.model, state | split)
+    for name, tensor in converted.items():
+        if _is_whole(tensor, state, adapted):
+            yield name, merged[adapted[tensor.data_ptr()]]()
+        else:
+            yield name, tensor
 
 
 def save_policy(policy: Policy, folder: Path) -> None:
-    """Writes what `AutoModelForCausalLM.from_pretrained` loads; with LoRA the adapter alone."""
-    if policy.adapter is None:
-        policy.model.save_pretrained(folder)
-    else:
-        from gspo.policy.adapters import save_lora
+    """Writes what `AutoModelForCausalLM.from_pretrained` loads; with LoRA the adapter alone.
 
-        save_lora(policy.adapter, folder)
+    With LoRA the folder names the model that the adapter belongs to; `save_merged` writes one that needs no other.
+    """
+    if policy.adapter is None:
+        save_merged(policy, folder)
+        return
+    save_lora(policy.adapter, folder)
     policy.tokenizer.save_pretrained(folder)
+
+
+def save_merged(policy: Policy, folder: Path) -> None:
+    """Writes a whole model, an adapter's update added in, that reloads to the same bits."""
+    policy.model.save_pretrained(folder, state_dict=dict(named_tensors(policy)), save_original_format=False)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def _checkpoint_format(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `save_pretrained` would write: tied weights under one name, and the conversions of loading undone."""
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    once = {name: tensor for name, tensor in state.items() if not _is_tied(name, state, tied)}
+    converted: dict[str, Tensor] = revert_weight_conversion(model, once)
+    return converted
+
+
+def _is_tied(name: str, state: dict[str, Tensor], tied: dict[str, str]) -> bool:
+    source = tied.get(name)
+    return source in state and state[name].data_ptr() == state[source].data_ptr()
+
+
+def _is_whole(tensor: Tensor, state: dict[str, Tensor], adapted: dict[int, str]) -> bool:
+    name = adapted.get(tensor.data_ptr())
+    return name is not None and tensor.shape == state[name].shape

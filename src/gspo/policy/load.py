@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as hf_logging
 
 from gspo.config import LoraConfig
 from gspo.errors import BadInputError
+from gspo.policy import adapters
+from gspo.policy.devices import choose_autocast, choose_device
 from gspo.policy.memory import MemoryEstimate, check_fits, estimate_memory, free_memory
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.probe import probe
+from gspo.policy.sources import adapter_chain, resolve_path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
@@ -23,6 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def load_policy(
     path: str | Path,
     *,
+    resume: Path | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "auto",
     layout: Literal["auto", "shared", "packed", "padded"] = "auto",
@@ -36,9 +39,11 @@ def load_policy(
 ) -> Policy:
     """The policy from a hub id, a `from_pretrained` folder, or another run's folder (its last checkpoint).
 
-    Master weights are float32; dropout is off for good. `HF_HUB_OFFLINE=1` keeps it off the network.
+    Master weights are float32; dropout is off for good. `HF_HUB_OFFLINE=1` keeps it off the network. A folder with a
+    saved adapter stands for its base model with the adapter merged in.
 
     Args:
+        resume: a checkpoint of the same run, whose weights or adapter go on; `path` remains the start.
         dtype: arithmetic of the passes; see `choose_autocast`.
         train: False for evaluation: nothing requires a gradient.
         reference: keep the starting weights for the KL (with LoRA they are the model with the adapter off).
@@ -49,8 +54,9 @@ def load_policy(
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
     target = choose_device(device)
-    folder = resolve_path(str(path))
-    config = _load_config(folder, trust_remote_code)
+    start = resolve_path(str(path))
+    folder = start if resume is None or lora is not None else str(resume)
+    config = _load_config(adapter_chain(folder)[0], trust_remote_code)
     estimate = memory_of(
         config,
         train=train,
@@ -62,19 +68,18 @@ def load_policy(
     )
     check_fits(str(path), estimate, free_memory(target), lora=lora is not None)
     tokenizer = _load_tokenizer(folder, trust_remote_code)
-    model = _load_model(folder, config, trust_remote_code).to(target)
-    model.requires_grad_(train and lora is None)
-    autocast = choose_autocast(dtype, target)
+    model = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
+    findings = probe(model, "shared" if layout == "auto" else layout)
+    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, choose_autocast(dtype, target))
     frozen = None
     if reference and lora is None:
-        frozen = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(False)
-    findings = probe(model, "shared" if layout == "auto" else layout)
-    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast)
+        original = _load_model(start, config, trust_remote_code)
+        frozen = replace(scorer, model=original.to(target).requires_grad_(False))
     adapter = None
     if lora is not None:
-        from gspo.policy.adapters import add_lora
-
-        adapter = add_lora(model, lora, train=train, seed=seed)
+        adapter = adapters.add_lora(model, lora, train=train, seed=seed)
+        if resume is not None:
+            adapters.restore_lora(adapter, resume)
     if activation_checkpointing:
         enable_activation_checkpointing(model)
     eos = eos_ids(model, tokenizer)
@@ -88,7 +93,7 @@ def load_policy(
         notes=findings.notes,
         memory=estimate,
         adapter=adapter,
-        frozen=None if frozen is None else replace(scorer, model=frozen),
+        frozen=frozen,
     )
 
 
@@ -115,7 +120,7 @@ def preview_policy(
     """Tokenizer and memory of the policy that `load_policy` would load for training; takes and raises the same."""
     target = choose_device(device)
     folder = resolve_path(str(path))
-    config = _load_config(folder, trust_remote_code)
+    config = _load_config(adapter_chain(folder)[0], trust_remote_code)
     memory = memory_of(
         config,
         lora=lora,
@@ -126,76 +131,6 @@ def preview_policy(
     )
     tokenizer = _load_tokenizer(folder, trust_remote_code)
     return Preview(tokenizer, context_length(config), memory, free_memory(target))
-
-
-def choose_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one, else the CPU.
-
-    Raises:
-        BadInputError: a device that torch does not have here.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInputError(f"model.device: {device!r} cannot be used here ({reason}); try auto or cpu") from None
-    return chosen
-
-
-def choose_autocast(dtype: str, device: torch.device) -> torch.dtype | None:
-    """The dtype of the passes' matrix products; None is float32 throughout.
-
-    `auto` takes bfloat16 where the device multiplies it in hardware: CUDA from compute capability 8 on, a CPU with
-    AVX-512-BF16 or AMX. Without such instructions a CPU is about 100 times slower in bfloat16 than in float32.
-    """
-    if dtype == "float32":
-        return None
-    if dtype == "bfloat16":
-        return torch.bfloat16
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else None
-    return torch.bfloat16 if device.type == "cpu" and cpu_multiplies_bfloat16() else None
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has matrix instructions for bfloat16."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("amx_bf16", "avx512_bf16", "bf16"))
-
-
-def resolve_path(path: str) -> str:
-    """A model folder or hub id; for a run's folder, its last checkpoint.
-
-    Raises:
-        BadInputError: a folder that holds neither a model nor checkpoints, or one without weights.
-    """
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise BadInputError(f"model.path: {path!r} does not exist; give a folder or a hub id such as org/name")
-        return path
-    # A run's folder has a config.json too: that of the run.
-    checkpoints = sorted(folder.glob("checkpoints/step-*/config.json"), key=lambda f: _step_of(f.parent.name))
-    if checkpoints:
-        folder = checkpoints[-1].parent
-    elif not (folder / "config.json").exists():
-        raise BadInputError(
-            f"model.path: {path!r} has no config.json and no checkpoints; give a folder that from_pretrained loads"
-        )
-    if not any(folder.glob("*.safetensors")):
-        raise BadInputError(
-            f"model.path: {str(folder)!r} has no weights (*.safetensors); pickled weights (*.bin) are not read: "
-            "save the model with save_pretrained(safe_serialization=True)"
-        )
-    return str(folder)
-
-
-def _step_of(name: str) -> tuple[int, str]:
-    number = re.search(r"\d+$", name)
-    return (int(number.group()) if number else -1, name)
 
 
 def memory_of(
@@ -213,9 +148,7 @@ def memory_of(
         shell = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     lora_parameters = None
     if lora is not None:
-        from gspo.policy.adapters import count_parameters
-
-        lora_parameters = count_parameters(shell, lora)
+        lora_parameters = adapters.count_parameters(shell, lora)
     return estimate_memory(
         config,
         shell,
@@ -262,6 +195,23 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
 
 
 def _load_model(folder: str, config: Any, trust_remote_code: bool) -> Any:
+    base, saved_adapters = adapter_chain(folder)
+    model = _load_weights(base, config, trust_remote_code)
+    for adapter in saved_adapters:
+        model = adapters.merge_lora(model, adapter)
+        model.name_or_path = str(adapter)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    # Sampling comes from our own settings alone; other people's defaults would also make some models unsavable.
+    given = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=given.eos_token_id, bos_token_id=given.bos_token_id, pad_token_id=given.pad_token_id
+    )
+    return model.eval()
+
+
+def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
     # Soft-capped attention exists in the eager function alone; sdpa would leave the cap out without a word.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
     bars = hf_logging.is_progress_bar_enabled()
@@ -287,10 +237,7 @@ def _load_model(folder: str, config: Any, trust_remote_code: bool) -> Any:
             f"model.path: {folder!r} lacks weights that its config.json asks for: {', '.join(absent[:3])}"
             f"{' ...' if len(absent) > 3 else ''}; the download or the save is incomplete"
         )
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model.eval()
+    return model
 
 
 def enable_activation_checkpointing(model: Any) -> None:

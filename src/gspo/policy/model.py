@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gspo.policy import head as heads
+from gspo.policy.adapters import adapter_off
 from gspo.policy.attention import use_layout
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
 from gspo.policy.memory import MemoryEstimate
@@ -167,8 +168,6 @@ class Policy:
                 return _score(self.frozen, layout, temperature, False, None)
         if self.adapter is None:
             raise ValueError("no reference was loaded: load_policy(reference=True)")
-        from gspo.policy.adapters import adapter_off
-
         with adapter_off(self.adapter), self.scorer.attending(layout):
             return _score(self.scorer, layout, temperature, False, None)
 
@@ -202,7 +201,8 @@ def _score(
     scorer: ScoringModel, layout: TokenLayout, temperature: float, entropy: bool, support: heads.Support | None
 ) -> Scores:
     if len(layout.source) == 0:
-        zeros = torch.zeros(layout.rows, layout.columns, device=scorer.device)
-        return Scores(zeros, zeros.clone(), layout.mask)
+        # Without a token there is no forward pass; a loss of such scores can be differentiated like any other.
+        zeros = torch.zeros(layout.rows, layout.columns, device=scorer.device, requires_grad=torch.is_grad_enabled())
+        return Scores(zeros, zeros.detach().clone(), layout.mask)
     logprobs, entropies = scorer.token_logprobs(layout, temperature=temperature, support=support, entropy=entropy)
     return Scores(layout.scatter(logprobs), layout.scatter(entropies), layout.mask)
