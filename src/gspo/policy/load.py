@@ -54,8 +54,7 @@ def load_policy(
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
     target = choose_device(device)
-    start = resolve_path(str(path))
-    folder = start if resume is None or lora is not None else str(resume)
+    folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
     config = _load_config(adapter_chain(folder)[0], trust_remote_code)
     estimate = memory_of(
         config,
@@ -73,7 +72,7 @@ def load_policy(
     scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, choose_autocast(dtype, target))
     frozen = None
     if reference and lora is None:
-        original = _load_model(start, config, trust_remote_code)
+        original = _load_model(resolve_path(str(path)), config, trust_remote_code)
         frozen = replace(scorer, model=original.to(target).requires_grad_(False))
     adapter = None
     if lora is not None:

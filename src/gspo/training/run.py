@@ -146,7 +146,8 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
     """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
     model = config.model
     return load_policy(
-        model.path if checkpoint is None else checkpoint,
+        model.path,
+        resume=checkpoint,
         dtype=model.dtype,
         device=model.device,
         layout=model.layout,
@@ -155,6 +156,7 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
         trust_remote_code=model.trust_remote_code,
         reference=config.objective.kl_weight > 0,
         tokens=largest_micro_batch(config, rows),
+        seed=config.run.seed,
     )
 
 
