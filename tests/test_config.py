@@ -97,7 +97,13 @@ def test_the_least_that_is_needed_is_named() -> None:
         ({"rollout": 5}, "rollout: found 5, should be a table of settings"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature: found 0.0, should be greater than 0"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: found 1, should be greater than or equal to 2"),
-        ({"objective": {"clip_low": 1.0}}, "objective.clip_low: found 1.0, should be less than 1"),
+        ({"objective": {"clip_low": 1.5}}, "objective.clip_low: found 1.5, should be less than or equal to 1"),
+        (
+            {"objective": {"clip_low": 1.0}},
+            "objective.clip_low = 1: no ratio is below 0, so that gspo would never clip on the low side; give a value "
+            "below 1",
+        ),
+        ({"objective": {"name": "sapo", "dual_clip": 3.0}}, "objective.dual_clip: sapo has no dual clip; leave it out"),
         (
             {"optimizer": {"learning_rate": float("inf")}},
             "optimizer.learning_rate: found inf, should be a finite number",

@@ -216,7 +216,9 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
     else:
         rows = [(name, asdict(estimate)) for name, estimate in report.estimates().items()]
         drawn = f"{config.evaluation.samples} at temperature {config.evaluation.temperature:g}"
-        print_estimates(Console(), f"held-out accuracy of {arguments.model} (samples: {drawn})", rows)
+        lost = report.greedy.dropped + report.sampled.dropped
+        note = f"; {lost} responses could not be scored" if lost else ""
+        print_estimates(Console(), f"held-out accuracy of {arguments.model} (samples: {drawn}{note})", rows)
     return 0
 
 

@@ -89,6 +89,6 @@ def test_the_table_shows_estimates_with_intervals_and_n() -> None:
     nothing = {"value": None, "low": None, "high": None, "n": 0}
     print_estimates(console, "held out [x]", [("before", known), ("[b]after", nothing)])
     lines = output(console).splitlines()
-    assert "held out [x]" in lines[0]
+    assert lines[0] == "held out [x]"
     assert [cell.strip() for cell in lines[4].split("│")[1:-1]] == ["before", "0.100", "0.050 to 0.150", "200"]
     assert [cell.strip() for cell in lines[5].split("│")[1:-1]] == ["[b]after", "-", "-", "0"]

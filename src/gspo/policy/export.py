@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as hf_logging
 
 from gspo.policy.adapters import save_lora, without_adapter
 from gspo.policy.model import Policy
@@ -50,8 +52,21 @@ def save_policy(policy: Policy, folder: Path) -> None:
 
 def save_merged(policy: Policy, folder: Path) -> None:
     """Writes a whole model, an adapter's update added in, that reloads to the same bits."""
-    policy.model.save_pretrained(folder, state_dict=dict(named_tensors(policy)), save_original_format=False)
+    with _no_progress_bar():
+        policy.model.save_pretrained(folder, state_dict=dict(named_tensors(policy)), save_original_format=False)
     policy.tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A bar a checkpoint would tear the run's own live line apart."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _checkpoint_format(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

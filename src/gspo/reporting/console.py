@@ -101,7 +101,8 @@ def _short(value: float | int | None) -> str:
 
 def print_estimates(console: Console, title: str, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
     """A table of estimates (`value`, `low`, `high`, `n`), each with its 95 % interval."""
-    table = Table(title=Text(printable(title)), title_justify="left")
+    say(console, title)
+    table = Table()
     for name in ("", "accuracy", "95 % interval", "prompts"):
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for name, estimate in rows:

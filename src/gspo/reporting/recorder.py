@@ -101,7 +101,8 @@ class Recorder:
         estimate = evaluation.accuracy
         if estimate.value is not None:
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
-            self.note(f"held out after step {step}: accuracy {estimate.value:.3f} {interval}, n = {estimate.n}")
+            lost = f", {evaluation.dropped} responses not scored" if evaluation.dropped else ""
+            self.note(f"held out after step {step}: accuracy {estimate.value:.3f} {interval}, n = {estimate.n}{lost}")
 
     def close(self) -> None:
         """Lets the trackers send what is left and gives the terminal back."""
