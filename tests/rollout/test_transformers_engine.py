@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from gspo.errors import BadInputError
-from gspo.rollout.decoding import choose_decoder
+from gspo.rollout.decoder_choice import choose_decoder
 from gspo.rollout.engine import Engine
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.types import Prompt, Request, Rollout, Sampling

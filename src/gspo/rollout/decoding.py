@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -14,11 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache
 
 from gspo.rollout.cache import AlignedCache, PromptCache
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -62,68 +59,7 @@ class CacheUnusableError(Exception):
     """The model's forward did not fill the cache that it was given."""
 
 
-MakeDecoder = Callable[[int, int], Decoder]
-"""From the most rows at a time and the most tokens of a response to a decoder."""
-
-
-def choose_decoder(model: Any) -> MakeDecoder:
-    """A maker of decoders that are exact for this model, the fastest there are.
-
-    Each candidate has to reproduce the model's own logits, computed without a cache, on a few tokens: what a
-    family's forward does with padding, positions and a cache is not written in its config.
-    """
-    candidates: list[MakeDecoder] = []
-    if (windows := _attention_windows(model)) is not None:
-        candidates.append(lambda rows, response: AlignedDecoder(model, AlignedCache(windows, rows, response)))
-    if _cache_argument(model) is not None:
-        candidates.append(lambda *_: CohortDecoder(model, cached=True))
-    for make in candidates:
-        try:
-            if _agrees(make(2, 1), model):
-                return make
-        except CacheUnusableError:
-            continue
-    _log.warning("%s cannot be generated from with a cache: every token recomputes its sequence", type(model).__name__)
-    return lambda *_: CohortDecoder(model, cached=False)
-
-
-def _agrees(decoder: Decoder, model: Any) -> bool:
-    """Whether two rows, prefilled and fed one token, get the logits of forwards over their whole sequences."""
-    device = next(model.parameters()).device
-    prompts: list[list[int]] = [[3, 5, 4], [6, 3, 3]]
-    if decoder.wave([3, 1]) == 2:
-        prompts[1] = [6]
-    for prefix in decoder.prefill(prompts):
-        decoder.admit(prefix, 1)
-    found = decoder.step(torch.tensor([4, 5], device=device))
-    for row, ids in enumerate(([*prompts[0], 4], [*prompts[1], 5])):
-        logits = model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1].float()
-        error = (found[row] - logits).norm() / (logits - logits.mean()).norm()
-        if not error < (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1):
-            return False
-    return True
-
-
-def _attention_windows(model: Any) -> list[int | None] | None:
-    """Each layer's sliding window (None: full attention), or None if some layer keeps any other state."""
-    parameters = inspect.signature(model.forward).parameters
-    config = model.config.get_text_config(decoder=True)
-    if _cache_argument(model) is None or not {"attention_mask", "position_ids"} <= parameters.keys():
-        return None
-    if getattr(config, "num_kv_shared_layers", None) or getattr(config, "attention_chunk_size", None):
-        return None  # layers that read another layer's keys, or masks that are no window
-    windows: list[int | None] = []
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) is DynamicSlidingWindowLayer:
-            windows.append(layer.sliding_window)
-        elif type(layer) is DynamicLayer:
-            windows.append(None)
-        else:
-            return None
-    return windows
-
-
-def _cache_argument(model: Any) -> str | None:
+def cache_argument(model: Any) -> str | None:
     """What the model's forward calls its cache; None if it takes none that we know."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in parameters), None)
@@ -138,7 +74,7 @@ def _forward(model: Any, ids: Tensor, cache: Cache | None, last: Tensor, **argum
     def select(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return (at_last(inputs[0]), *inputs[1:]) if inputs[0].shape[1] > 1 else inputs
 
-    name = _cache_argument(model)
+    name = cache_argument(model)
     arguments |= {"use_cache": False} if name is None or cache is None else {name: cache, "use_cache": True}
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(select) if head is not None and ids.shape[1] > 1 else None

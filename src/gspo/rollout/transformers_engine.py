@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.errors import BadInputError
 from gspo.rollout.attention import grouped
-from gspo.rollout.decoding import Decoder, MakeDecoder, Prefix, choose_decoder, float32_head
+from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
+from gspo.rollout.decoding import Decoder, Prefix, float32_head
 from gspo.rollout.sampling import draw, uniforms
 from gspo.rollout.text import Ending
 from gspo.types import FinishReason, Prompt, Request, Rollout, Sampling, VersionSpan
