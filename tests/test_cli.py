@@ -244,3 +244,26 @@ def test_a_missing_model_is_one_line(config: Path, capsys: pytest.CaptureFixture
 def test_a_missing_data_file_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = complaints(capsys, "train", str(config), "--task.path", "no.jsonl")
     assert "no.jsonl" in line
+
+
+def test_export_merges_an_adapter_into_one_whole_model(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gspo.config import LoraConfig
+    from gspo.policy.export import named_tensors, save_policy
+    from gspo.policy.load import load_policy
+    from tests.policy.tiny import save_tiny
+
+    policy = load_policy(save_tiny(tmp_path / "base"), lora=LoraConfig(rank=2))
+    with torch.no_grad():
+        for _, parameter in policy.trainable_parameters():
+            parameter.add_(0.1)
+    save_policy(policy, tmp_path / "adapter")
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "whole")]) == 0
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32).state_dict()
+    expected = dict(named_tensors(policy))
+    base = load_policy(tmp_path / "base").model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert not torch.equal(weights["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
+    assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "whole")]) == 2

@@ -47,6 +47,8 @@ def _dispatch(argv: list[str]) -> int:
         raise BadInputError(_unknown(unknown[0]))
     if arguments.command == "train":
         return _train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
+    if arguments.command == "export":
+        return _export(arguments.model, arguments.folder)
     return _evaluate(arguments, overrides)
 
 
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gspo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|export")
     shape = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser(
         "train", help="train a policy", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
@@ -87,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         "--temperature", type=float, metavar="T", help="of the samples; default: that of training (rollout.temperature)"
     )
     evaluate.add_argument("--json", action="store_true", help="print the figures as JSON, per prompt too")
+    export = commands.add_parser(
+        "export", help="write a run's policy as one whole model, adapters merged in", allow_abbrev=False
+    )
+    export.add_argument("model", metavar="MODEL_OR_RUN", help="run folder, checkpoint, model folder or hub id")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it must not exist yet")
     return parser
 
 
@@ -219,6 +226,20 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
         lost = report.greedy.dropped + report.sampled.dropped
         note = f"; {lost} responses could not be scored" if lost else ""
         print_estimates(Console(), f"held-out accuracy of {arguments.model} (samples: {drawn}{note})", rows)
+    return 0
+
+
+def _export(model: str, folder: Path) -> int:
+    if folder.exists():
+        raise BadInputError(f"{folder}: exists already; give a folder that does not")
+    from gspo.policy.export import save_merged
+    from gspo.policy.load import load_policy
+
+    policy = load_policy(model, train=False)
+    partial = folder.with_name(f".partial-{folder.name}")
+    save_merged(policy, partial)
+    partial.replace(folder)
+    print(f"model: {folder}")
     return 0
 
 
