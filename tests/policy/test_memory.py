@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from gspo.config import LoraConfig
+from gspo.errors import BadInputError
+from gspo.policy import load, memory
+from gspo.policy.load import load_policy, memory_of
+from gspo.policy.memory import MemoryEstimate, check_fits
+from tests.policy.tiny import FAMILIES, random_rollouts, save_tiny, tiny_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_estimate_counts_every_parameter_once_without_making_one(family):
+    model = tiny_model(family)
+    count = sum(p.numel() for p in model.parameters())
+    estimate = memory_of(model.config)
+    assert estimate.parameters == count
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (4 * count, 4 * count, 8 * count)
+    assert estimate.reference == estimate.activations == 0
+
+
+def test_an_adapter_needs_optimizer_state_for_itself_alone_and_no_reference():
+    config = tiny_model("llama").config
+    # Rank 2 on q, k, v, o (32 to 32, 16, 16, 32 wide) and gate, up, down (32 to 48 and back), two layers.
+    adapter = 2 * 2 * (64 + 48 + 48 + 64 + 80 + 80 + 80)
+    estimate = memory_of(config, lora=LoraConfig(rank=2), reference=True)
+    assert estimate.gradients == 4 * adapter
+    assert estimate.optimizer == 8 * adapter
+    assert estimate.weights == 4 * (estimate.parameters + adapter)
+    assert estimate.reference == 0
+
+
+def test_evaluation_needs_the_weights_alone_and_a_reference_is_a_second_copy():
+    config = tiny_model("llama").config
+    assert memory_of(config, train=False, tokens=100).total == memory_of(config).weights
+    assert memory_of(config, reference=True).reference == memory_of(config).weights
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_activations_are_of_the_size_that_a_forward_pass_leaves_behind(checkpointing):
+    model = tiny_model("llama")
+    if checkpointing:
+        load.enable_activation_checkpointing(model)
+    rollouts = random_rollouts([(20, (20, 20))])
+    tokens = sum(20 + len(r.response_ids) for r in rollouts)
+    held: dict[int, int] = {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(3, 60, (1, tokens))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    estimate = memory_of(model.config, tokens=tokens, activation_checkpointing=checkpointing).activations
+    if checkpointing:  # the estimate allows for the one layer, of two, that is computed again in the backward pass
+        estimate -= memory_of(model.config, tokens=tokens).activations // 2
+    assert kept.requires_grad
+    assert 0.4 * sum(held.values()) < estimate < 2.5 * sum(held.values())
+
+
+def test_a_model_that_cannot_fit_is_refused_with_what_to_try():
+    estimate = MemoryEstimate(0, 20 * 10**9, 6 * 10**9, 5 * 10**9, 0, 0)
+    with pytest.raises(BadInputError) as caught:
+        check_fits("org/name", estimate, 24 * 10**9, lora=False)
+    assert str(caught.value) == (
+        "model.path: org/name needs about 31.0 GB (weights 20.0, gradients 6.0, optimizer 5.0), 24.0 GB are free: "
+        "try model.lora (trains an adapter only), or a smaller model"
+    )
+    check_fits("org/name", estimate, 32 * 10**9, lora=False)
+    check_fits("org/name", estimate, None, lora=False)
+
+
+def test_activations_that_do_not_fit_are_named():
+    estimate = MemoryEstimate(0, 10**9, 0, 0, 0, 9 * 10**9)
+    with pytest.raises(BadInputError, match=r"fewer tokens per micro-batch or model\.activation_checkpointing"):
+        check_fits("m", estimate, 2 * 10**9, lora=True)
+
+
+def test_loading_stops_before_the_weights_are_read(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    monkeypatch.setattr(load, "free_memory", lambda device: 1000)  # noqa: ARG005
+    monkeypatch.setattr(load, "_load_model", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(BadInputError, match=r"needs about .* are free"):
+        load_policy(folder, device="cpu")
+
+
+def test_a_containers_limit_counts_less_its_cache(tmp_path):
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("4000\n")
+    (tmp_path / "memory.stat").write_text("anon 100\nfile 1500\n")
+    assert memory._cgroup_room(tmp_path) == 2500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._cgroup_room(tmp_path) is None
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:      7 kB\n")
+    assert memory._available(tmp_path / "meminfo") == 7 * 1024
