@@ -65,7 +65,7 @@ def load_policy(
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
     )
-    check_fits(str(path), estimate, free_memory(target), lora=lora is not None)
+    tight = check_fits(str(path), estimate, free_memory(target), lora=lora is not None)
     tokenizer = _load_tokenizer(folder, trust_remote_code)
     model = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
     findings = probe(model, "shared" if layout == "auto" else layout)
@@ -89,7 +89,7 @@ def load_policy(
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos[0] if eos else 0),
         context_length=context_length(config),
         layout_kind=findings.layout,
-        notes=findings.notes,
+        notes=(*tight, *findings.notes),
         memory=estimate,
         adapter=adapter,
         frozen=frozen,

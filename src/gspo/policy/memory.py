@@ -119,16 +119,16 @@ def _cgroup_room(folder: Path) -> int | None:
     return None if limit == "max" else int(limit) - used + int(stat.get("file", 0))
 
 
-def check_fits(name: str, estimate: MemoryEstimate, free: int | None, *, lora: bool) -> None:
-    """Refuses a model that cannot fit.
+def check_fits(name: str, estimate: MemoryEstimate, free: int | None, *, lora: bool) -> tuple[str, ...]:
+    """Refuses a model that cannot fit; returns a note where only the activations, known roughly, would not.
 
     Raises:
-        BadInputError: the estimate is above the free memory.
+        BadInputError: weights, gradients, optimizer and reference alone are above the free memory.
     """
     if free is None or estimate.total <= free:
-        return
-    tries = [] if lora else ["model.lora (trains an adapter only)"]
-    if estimate.activations > estimate.weights:
-        tries.append("fewer tokens per micro-batch or model.activation_checkpointing")
-    tries.append("a smaller model")
-    raise BadInputError(f"model.path: {name} needs {estimate}, {free / GB:.1f} GB are free: try {', or '.join(tries)}")
+        return ()
+    needs = f"{name} needs {estimate}, {free / GB:.1f} GB are free"
+    if estimate.total - estimate.activations <= free:
+        return (f"{needs}: should it run out, lower training.micro_batch_tokens or set model.activation_checkpointing",)
+    tries = "a smaller model" if lora else "model.lora (trains an adapter only), or a smaller model"
+    raise BadInputError(f"model.path: {needs}: try {tries}")
