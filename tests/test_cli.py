@@ -94,11 +94,38 @@ def test_version_and_python_m(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, words in ((["--help"], ["train", "eval"]), (["eval", "-h"], ["--samples", "--task", "MODEL_OR_RUN"])):
+    for argv, words in (
+        (["--help"], ["train", "eval", "serve-command"]),
+        (["eval", "-h"], ["--samples", "--task", "MODEL_OR_RUN"]),
+    ):
         with pytest.raises(SystemExit):
             main(argv)
         shown = capsys.readouterr().out
         assert all(word in shown for word in words)
+
+
+def test_serve_command_prints_a_line_for_each_server(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        Path("model", name).write_text("{}")
+    addresses = '["http://10.0.0.5:8000", "http://10.0.0.6:8000"]'
+    flags = [
+        "--model.path",
+        "model",
+        "--model.device",
+        "cpu",
+        "--model.dtype",
+        "float32",
+        "--rollout.servers",
+        addresses,
+    ]
+    assert main(["serve-command", str(config), *flags]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "--host 10.0.0.5" in first
+    assert "--host 10.0.0.6" in second
+    assert "--dtype float32" in first
+    assert main(["serve-command", str(config), "--model.path", "model"]) == 0
+    assert "--host 127.0.0.1 --port 8000" in capsys.readouterr().out
 
 
 def test_overrides_are_told_from_flags_wherever_they_stand() -> None:

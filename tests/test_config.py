@@ -96,6 +96,11 @@ def test_the_least_that_is_needed_is_named() -> None:
         ({"model": {"lora": {"targets": 5}}}, "model.lora.targets: found 5, should be text, or be a list"),
         ({"rollout": 5}, "rollout: found 5, should be a table of settings"),
         ({"rollout": {"temperature": 0.0}}, "rollout.temperature: found 0.0, should be greater than 0"),
+        (
+            {"rollout": {"servers": ["10.0.0.5:8000"]}},
+            "rollout.servers[0]: found '10.0.0.5:8000', should be http://HOST:PORT",
+        ),
+        ({"rollout": {"engine": "tgi"}}, "rollout.engine: found 'tgi', should be 'transformers', 'vllm' or 'server'"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: found 1, should be greater than or equal to 2"),
         ({"objective": {"clip_low": 1.5}}, "objective.clip_low: found 1.5, should be less than or equal to 1"),
         (
@@ -183,9 +188,22 @@ def test_impossible_combinations_are_all_named() -> None:
     ]
 
 
+def test_servers_are_needed_by_their_engine_alone() -> None:
+    (line,) = complaints(settings(rollout={"engine": "server"}))
+    assert "rollout.servers: found none" in line
+    (line,) = complaints(settings(rollout={"engine": "vllm"}, routing={"replay": "sampler"}))
+    assert 'routing.replay = "sampler" needs rollout.engine = "transformers"' in line
+    for url in ("http://10.0.0.5:8000", "https://inference.example/a"):
+        assert build_config(settings(rollout={"engine": "server", "servers": [url]})).warnings() == []
+
+
 @pytest.mark.parametrize(
     ("tables", "start"),
     [
+        (
+            {"rollout": {"servers": ["http://h:1"]}},
+            'rollout.servers has no effect with rollout.engine = "transformers"',
+        ),
         ({"training": {"minibatches": 1}}, "training.minibatches = 1 and training.epochs = 1: every ratio is 1"),
         (
             {"reward": {"truncated_penalty": 0.2}},

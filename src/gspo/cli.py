@@ -49,6 +49,8 @@ def _dispatch(argv: list[str]) -> int:
         return _train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
     if arguments.command == "export":
         return _export(arguments.model, arguments.folder)
+    if arguments.command == "serve-command":
+        return _serve_command(arguments.config, overrides)
     return _evaluate(arguments, overrides)
 
 
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gspo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|export")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|export|serve-command")
     shape = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser(
         "train", help="train a policy", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
@@ -94,6 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("model", metavar="MODEL_OR_RUN", help="run folder, checkpoint, model folder or hub id")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it must not exist yet")
+    serve = commands.add_parser(
+        "serve-command",
+        help="print the commands that start the vLLM servers of a config",
+        epilog=_OVERRIDES,
+        formatter_class=shape,
+        allow_abbrev=False,
+    )
+    serve.add_argument("config", type=Path, metavar="CONFIG.toml", help="settings of the run that is to use them")
     return parser
 
 
@@ -161,6 +171,14 @@ def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | No
         _say_how_to_go_on(folder.path)
         return _INTERRUPTED
     _show_result(folder.path, config)
+    return 0
+
+
+def _serve_command(path: Path, overrides: Mapping[str, str]) -> int:
+    config = load_config(path, overrides)
+    from gspo.rollout.serve_command import commands_of
+
+    print("\n".join(commands_of(config)))
     return 0
 
 

@@ -15,19 +15,22 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from safetensors.torch import load_file
+from torch import Tensor
 
 VOCABULARY = 101
 UNTRAINED = 0.0
 """The weight that a server has when it starts."""
 
 
-def respond(prompt: Sequence[int], params: dict[str, Any], weight: float) -> tuple[list[int], list[float], str]:
+def respond(
+    prompt: Sequence[int], params: dict[str, Any], weight: float, vocabulary: int = VOCABULARY
+) -> tuple[list[int], list[float], str]:
     """Tokens, log-probs and finish reason: a function of prompt, seed and weight alone."""
     seed = params.get("seed") or 0
     noise = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, round(weight * 1000), *prompt])))
     ids: list[int] = []
     while len(ids) < params["max_tokens"]:
-        ids.append(int(noise.integers(1, VOCABULARY)))
+        ids.append(int(noise.integers(1, vocabulary)))
         if ids[-1] in params.get("stop_token_ids", ()):
             return ids, [-float(x) for x in noise.random(len(ids))], "stop"
     return ids, [-float(x) for x in noise.random(len(ids))], "length"
@@ -42,7 +45,15 @@ class FakeVllm:
     weights that it was seen with.
     """
 
-    def __init__(self, *, context: int = 64, processed: bool = True, missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        context: int = 64,
+        processed: bool = True,
+        missing: Sequence[str] = (),
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        self.vocabulary = vocabulary
         self.context = context
         self.processed = processed
         self.missing = missing
@@ -68,6 +79,7 @@ class FakeVllm:
         """Starts, or starts again on the same port, with fresh weights."""
         self.label, self.weight, self.paused = "default", UNTRAINED, False
         self.cache: dict[tuple[int, ...], float] = {}
+        self.loaded: dict[str, Tensor] = {}
         self.sockets: set[socket.socket] = set()
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), _handler(self))
         self.server.daemon_threads = True
@@ -118,7 +130,8 @@ class FakeVllm:
         if self.reload_problem:
             return 500, {"error": self.reload_problem}
         files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
-        self.weight = float(load_file(files[0])["w"])
+        self.loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        self.weight = float(self.loaded.get("w", UNTRAINED))
         return 200, {"results": [None]}
 
     def generate(self, body: dict[str, Any], fault: str) -> tuple[int, Any]:
@@ -126,7 +139,7 @@ class FakeVllm:
         assert not self.paused
         weight = self.cache.setdefault(prompt, self.weight)
         label = self.label
-        ids, logprobs, reason = respond(prompt, params, weight)
+        ids, logprobs, reason = respond(prompt, params, weight, self.vocabulary)
         if params.get("top_k") == 1:
             logprobs = [0.0 if self.processed else -0.5] * len(ids)
         self.drawn[params.get("seed", 0)] += 1

@@ -34,6 +34,13 @@ def impossible(config: Config) -> list[str]:
             'routing.replay = "old" needs likelihoods.old = "recompute": without an old forward there are no old '
             'experts; use routing.replay = "sampler"'
         )
+    if rollout.engine == "server" and not rollout.servers:
+        found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
+    if rollout.engine != "transformers" and config.routing.replay == "sampler":
+        found.append(
+            f'routing.replay = "sampler" needs rollout.engine = "transformers": the experts that "{rollout.engine}" '
+            'chose are not read; use routing.replay = "old"'
+        )
     named = [entry.function for entry in config.reward.functions]
     if "reasoning_gym" in named and config.task.kind != "reasoning_gym":
         found.append(
@@ -47,7 +54,14 @@ def impossible(config: Config) -> list[str]:
 
 def without_effect(config: Config) -> list[str]:
     """Settings that can have no effect, one line each."""
-    return [*_of_the_update(config), *_of_the_data(config), *_of_evaluation(config)]
+    return [*_of_the_engine(config), *_of_the_update(config), *_of_the_data(config), *_of_evaluation(config)]
+
+
+def _of_the_engine(config: Config) -> list[str]:
+    rollout = config.rollout
+    if rollout.servers and rollout.engine != "server":
+        return [f'rollout.servers has no effect with rollout.engine = "{rollout.engine}"']
+    return []
 
 
 def _of_the_update(config: Config) -> list[str]:

@@ -15,6 +15,7 @@ Location = list[int | str]
 
 _HINTS = {
     "run.name": "be letters, digits, _, . and -, the first neither . nor -",
+    "rollout.servers": "be http://HOST:PORT",
     "task.function": "be package.module:function",
     "reward.functions.function": f"be {', '.join(REWARD_NAMES)} or package.module:function",
 }

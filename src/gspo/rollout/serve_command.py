@@ -6,6 +6,30 @@ import shlex
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+import torch
+
+from gspo.config import Config
+from gspo.policy.devices import choose_autocast, choose_device
+from gspo.policy.sources import resolve_path
+
+
+def commands_of(config: Config) -> list[str]:
+    """The commands for the servers of a config, or for one on port 8000 of this machine if it names none.
+
+    `auto` devices and dtypes are resolved as on this machine.
+    """
+    device = choose_device(config.model.device)
+    dtype = choose_autocast(config.model.dtype, device) or torch.float32
+    return serve_commands(
+        resolve_path(config.model.path),
+        config.rollout.servers or ["http://127.0.0.1:8000"],
+        dtype=str(dtype).removeprefix("torch."),
+        on_cpu=device.type == "cpu",
+        max_concurrent=config.rollout.max_concurrent,
+        cache_gib=config.rollout.cache_gib,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
 
 def serve_commands(
     path: str,

@@ -15,12 +15,12 @@ from gspo.reporting.recorder import Recorder
 from gspo.reporting.run_folder import RunFolder
 from gspo.rewards.runner import RewardRunner
 from gspo.rollout.engine import Engine
-from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
 from gspo.training.checkpoint import TrainState, latest_checkpoint, load_trainer_state, save_checkpoint
 from gspo.training.collect import Collected, Collector
+from gspo.training.engine import start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
 from gspo.training.learner import Learner
 from gspo.types import Batch, Sampling
@@ -52,8 +52,7 @@ class Run:
             self.state = (
                 TrainState() if checkpoint is None else load_trainer_state(checkpoint, self.policy, self.learner)
             )
-            self.engine: Engine = make_engine(self.policy, config)
-            self.engine.update_weights((), self.state.version)
+            self.engine: Engine = make_engine(self.policy, config, self.state.version)
             stream = PromptStream(self.task.train, config.run.seed, self.state.cursor)
             self.collector = Collector(
                 stream, self.engine, self.rewards, config, training_sampling(config, self.policy)
@@ -167,14 +166,9 @@ def largest_micro_batch(config: Config, rows: Rows) -> int:
     return min(config.training.micro_batch_tokens, per_update * (longest + config.rollout.max_tokens))
 
 
-def make_engine(policy: Policy, config: Config) -> Engine:
-    """The inference engine that the config names."""
-    return TransformersEngine(
-        policy.model,
-        policy.tokenizer,
-        max_concurrent=config.rollout.max_concurrent,
-        autocast_dtype=policy.scorer.autocast,
-    )
+def make_engine(policy: Policy, config: Config, version: int = 0) -> Engine:
+    """The inference engine that the config names, holding the policy's weights as `version`."""
+    return start_engine(policy, config, version)
 
 
 def training_sampling(config: Config, policy: Policy) -> Sampling:

@@ -1,0 +1,60 @@
+"""The inference engine that a config names. Only the one that is wanted is imported."""
+
+from __future__ import annotations
+
+import torch
+
+from gspo.config import Config
+from gspo.policy.export import named_tensors
+from gspo.policy.model import Policy
+from gspo.rollout.engine import Engine
+
+
+def start_engine(policy: Policy, config: Config, version: int) -> Engine:
+    """Starts the engine and gives it the policy's weights, whatever it has started from."""
+    start = {"transformers": _embedded, "vllm": _vllm, "server": _servers}[config.rollout.engine]
+    engine = start(policy, config)
+    try:
+        engine.update_weights(named_tensors(policy), version)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _embedded(policy: Policy, config: Config) -> Engine:
+    from gspo.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(
+        policy.model,
+        policy.tokenizer,
+        max_concurrent=config.rollout.max_concurrent,
+        autocast_dtype=policy.scorer.autocast,
+    )
+
+
+def _vllm(policy: Policy, config: Config) -> Engine:
+    from gspo.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        policy.model.name_or_path,
+        policy.tokenizer,
+        device=policy.device,
+        dtype=policy.scorer.autocast or torch.float32,
+        max_concurrent=config.rollout.max_concurrent,
+        cache_gib=config.rollout.cache_gib,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _servers(policy: Policy, config: Config) -> Engine:
+    from gspo.rollout.server_engine import ServerEngine
+
+    return ServerEngine(
+        config.rollout.servers,
+        policy.tokenizer,
+        weights_folder=config.rollout.weights_dir or config.run.dir / "server-weights",
+        max_concurrent=config.rollout.max_concurrent,
+        request_timeout=config.rollout.request_timeout,
+        server_wait=config.rollout.server_wait,
+    )
