@@ -139,6 +139,39 @@ def test_first_minibatch_has_ratio_one_and_is_scored_once(folder, monkeypatch):
     assert (metrics["ratio/log_min"], metrics["ratio/log_max"]) == (0.0, 0.0)
 
 
+def fed_tokens(learner, groups):
+    """Tokens that the model computes in one whole update."""
+    fed = []
+    handle = learner.policy.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: fed.append(args[0].numel())
+    )
+    run_update(learner, groups)
+    handle.remove()
+    return sum(fed)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2, 4])
+@pytest.mark.parametrize("old", ["recompute", "sampler"])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.1])
+def test_nothing_is_scored_twice(folder, monkeypatch, minibatches, old, kl_weight):
+    """One pass for the update; one more for old log-probs, but of the first mini-batch and of a sampler's never."""
+    config = settings(
+        training={"minibatches": minibatches}, likelihoods={"old": old}, objective={"kl_weight": kl_weight}
+    )
+    learner = make_learner(folder, config)
+    references = []
+    reference = type(learner.policy).reference
+    monkeypatch.setattr(
+        type(learner.policy), "reference", lambda *a, **k: references.append(a[1].fed_tokens) or reference(*a, **k)
+    )
+    groups = rewarded()
+    # The tokens of a group, its prompt once, no response's last.
+    sizes = [9 + 5 + 0 + 9, 3 + 3 + 11 + 6, 12 + 1 + 4 + 4, 4 + 7 + 2 + 2]
+    scored_before = sum(sizes[4 // minibatches :]) if old == "recompute" else 0
+    assert fed_tokens(learner, groups) == sum(sizes) + scored_before
+    assert sum(references) == (sum(sizes) if kl_weight else 0)
+
+
 def test_masked_truncated_and_dropped_rollouts(folder):
     """A masked truncated response counts in the baseline and in B, a dropped one in neither."""
     config = settings(training={"minibatches": 1}, reward={"truncated": "mask"})
