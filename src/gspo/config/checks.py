@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gspo.config.schema import Config
 
+BY_RESPONSE = ("gmpo", "gspo")
+"""Objectives that take one advantage per response; the others take one per token."""
+
 
 def impossible(config: Config) -> list[str]:
     """Why the settings cannot work together, one line each."""
@@ -41,14 +44,50 @@ def impossible(config: Config) -> list[str]:
             f'routing.replay = "sampler" needs rollout.engine = "transformers": the experts that "{rollout.engine}" '
             'chose are not read; use routing.replay = "old"'
         )
+    found += _impossible_credit(config)
     named = [entry.function for entry in config.reward.functions]
     if "reasoning_gym" in named and config.task.kind != "reasoning_gym":
         found.append(
             f'reward.functions: reasoning_gym scores tasks of task.kind = "reasoning_gym" alone, not '
             f'"{config.task.kind}"; use another verifier, or your own package.module:function'
         )
+    if "environment" in named and config.task.kind != "multi_turn":
+        found.append(
+            f'reward.functions: environment is what a task of task.kind = "multi_turn" gives, not '
+            f'"{config.task.kind}"; use a verifier, or your own package.module:function'
+        )
     if named and not any(entry.weight for entry in config.reward.functions):
         found.append("reward.functions: every weight is 0, so that every reward is; give one a weight")
+    return found
+
+
+def _impossible_credit(config: Config) -> list[str]:
+    objective, task = config.objective, config.task
+    found = []
+    if objective.credit != "response" and objective.name in BY_RESPONSE:
+        found.append(
+            f'objective.credit = "{objective.credit}" needs an advantage per token, and objective.name = '
+            f'"{objective.name}" takes one per response; use "gspo_token"'
+        )
+    if objective.ratio_span == "turn" and objective.name != "gspo_token":
+        found.append(
+            f'objective.ratio_span = "turn": only objective.name = "gspo_token" takes a ratio per turn, not '
+            f'"{objective.name}"'
+        )
+    if "turn" in (objective.credit, objective.ratio_span) and task.kind != "multi_turn":
+        name = "credit" if objective.credit == "turn" else "ratio_span"
+        found.append(
+            f'objective.{name} = "turn": task.kind = "{task.kind}" has one turn; use task.kind = "multi_turn", or '
+            "leave it out"
+        )
+    if objective.credit == "token" and task.kind == "multi_turn":
+        found.append(
+            'objective.credit = "token": an environment rewards turns, not tokens; use objective.credit = "turn"'
+        )
+    if task.kind == "multi_turn" and task.template != type(task).model_fields["template"].default:
+        found.append("task.template: the environment words its own messages; leave it out")
+    if task.kind == "multi_turn" and task.path is not None and task.row_parameters:
+        found.append("task.row_parameters: the rows come from task.path; leave one of the two out")
     return found
 
 
@@ -78,7 +117,9 @@ def _of_the_update(config: Config) -> list[str]:
             f"optimizer.warmup_updates = {optimizer.warmup_updates}: the run makes {updates} updates, so that the "
             "learning rate never reaches optimizer.learning_rate"
         )
-    if objective.name == "gspo_token":
+    if objective.discount > 0 and objective.credit != "turn":
+        found.append(f'objective.discount has no effect with objective.credit = "{objective.credit}"')
+    if objective.name == "gspo_token" and (objective.credit, objective.ratio_span) == ("response", "trajectory"):
         found.append(
             'objective.name = "gspo_token": with one advantage per response its gradient is that of "gspo" (paper, '
             "section 4.3)"

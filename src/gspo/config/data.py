@@ -9,7 +9,7 @@ from pydantic import Field
 
 from gspo.config.section import Name, NonNegative, Positive, Section
 
-REWARD_NAMES = ("exact", "last_number", "math", "reasoning_gym", "regex")
+REWARD_NAMES = ("environment", "exact", "last_number", "math", "reasoning_gym", "regex")
 FUNCTION_PATH = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 
 
@@ -78,8 +78,28 @@ class FunctionTask(TaskBase):
     prompt_column: str = Field("prompt", description="Column that holds the prompt.")
 
 
+class MultiTurnTask(TaskBase):
+    """Conversations with an environment, your own class; see `docs/multi_turn.md`."""
+
+    kind: Literal["multi_turn"]
+    environment: Annotated[str, Field(pattern=FUNCTION_PATH)] = Field(
+        description="`package.module:Class` with `reset(row)` and `step(response)`; one instance per rollout."
+    )
+    parameters: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the class.")
+    path: Path | None = Field(
+        None, description="JSONL file with the rows that `reset` is given; default: what the class's `rows` returns."
+    )
+    row_parameters: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the class's `rows`, where `path` is not given."
+    )
+    max_turns: Positive = Field(
+        8, description="Turns of the policy at most; each has up to `rollout.max_tokens` tokens."
+    )
+    time_limit: float = Field(30.0, gt=0, description="Seconds that one `reset` or `step` may take.")
+
+
 TaskConfig = Annotated[
-    JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask,
+    JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask | MultiTurnTask,
     Field(discriminator="kind", description="Where prompts come from."),
 ]
 
@@ -88,7 +108,8 @@ class RewardFunctionConfig(Section):
     """One reward function; the reward of a response is the weighted sum of those that apply to it."""
 
     function: Annotated[str, Field(pattern=f"^({'|'.join(REWARD_NAMES)})$|{FUNCTION_PATH}")] = Field(
-        description="`math`, `exact`, `regex`, `last_number`, `reasoning_gym`, or your own `package.module:function`."
+        description="`math`, `exact`, `regex`, `last_number`, `reasoning_gym`, `environment` (what a multi-turn task's "
+        "environment gave), or your own `package.module:function`."
     )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     parameters: dict[str, Any] = Field(default_factory=dict, description="Extra keyword arguments of the function.")

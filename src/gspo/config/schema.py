@@ -138,6 +138,22 @@ class ObjectiveConfig(Section):
         "std",
         description="Divide a group's centred rewards by their population deviation, their sample deviation, or not.",
     )
+    credit: Literal["response", "turn", "token"] = Field(
+        "response",
+        description="What an advantage is given to: the response, each turn of a conversation by its own reward, or "
+        "each token by what a reward function says of it.",
+    )
+    discount: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description='With `credit = "turn"`: how much of the next turns\' rewards counts for a turn (0: none, 1: all).',
+    )
+    ratio_span: Literal["trajectory", "turn"] = Field(
+        "trajectory",
+        description="Tokens over which `gspo_token` takes one ratio: all of the policy's in a rollout (the paper), or "
+        "those of a turn.",
+    )
     kl_weight: NonNegative = Field(
         0.0,
         description="Weight of the KL to the frozen starting policy (k3 estimate, mean over tokens). 0: not computed.",

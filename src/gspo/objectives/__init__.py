@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from gspo.objectives.controls import cispo_loss, dapo_loss, dr_grpo_loss, gmpo_loss, sapo_loss
 from gspo.objectives.corrections import Correction, masked_importance_weights, truncated_importance_weights
-from gspo.objectives.credit import group_advantages, turn_advantages
+from gspo.objectives.credit import group_advantages, token_advantages, turn_advantages
 from gspo.objectives.form import Loss, ObjectiveOutput, Totals, sequence_mean, token_mean
 from gspo.objectives.guidance import (
     ClipRange,
@@ -75,6 +75,7 @@ __all__ = [
     "sequence_log_ratio",
     "sequence_mean",
     "suggest_clip_range",
+    "token_advantages",
     "token_log_ratio",
     "token_mean",
     "truncated_importance_weights",

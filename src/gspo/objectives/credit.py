@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gspo.objectives.ratios import dense_ids
@@ -79,3 +79,41 @@ def turn_advantages(
     keys = torch.where(exists, same_turn, own_group)
     by_turn = group_advantages(returns.flatten(), keys.flatten(), scale=scale).view(rows, count)
     return torch.where(turns >= 0, by_turn.gather(1, at), 0.0)
+
+
+def token_advantages(
+    rewards: Float[Tensor, "B T"],
+    group_ids: Int[Tensor, "B"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    scale: Literal["std", "none"] = "std",
+) -> Float[Tensor, "B T"]:
+    """Advantage of each token from a reward per token, for `gspo_token_loss`; 0 where the mask is False.
+
+    (r - mean) / (deviation + EPSILON) over the trainable tokens of the group, in which every response weighs the
+    same and its tokens share that weight, as they do in the loss. Rewards that are equal within each response give
+    `group_advantages`. Equal rewards in a group give exactly 0; masked rewards are ignored, whatever they are.
+    Raises ValueError for another `scale`.
+    """
+    if scale not in ("std", "none"):
+        raise ValueError(f'scale = "{scale}": must be "std" or "none"')
+    values = torch.where(mask, rewards.detach().double(), 0.0)
+    if not mask.any():
+        return values.float()
+    index = dense_ids(group_ids)
+    zeros = torch.zeros(len(index), dtype=torch.float64, device=values.device)
+    counts = mask.sum(1)
+    size = zeros.index_add(0, index, (counts > 0).double()).clamp(min=1)
+
+    def group_mean(per_token: Tensor) -> Tensor:
+        of_rows = per_token.sum(1) / counts.clamp(min=1)
+        return (zeros.index_add(0, index, of_rows) / size)[index][:, None]
+
+    centred = torch.where(mask, values - group_mean(values), 0.0)
+    highest = torch.where(mask, values, -torch.inf).amax(1)
+    lowest = torch.where(mask, values, torch.inf).amin(1)
+    high = zeros.scatter_reduce(0, index, highest, "amax", include_self=False)
+    low = zeros.scatter_reduce(0, index, lowest, "amin", include_self=False)
+    if scale == "std":
+        centred = centred / (group_mean(centred.square()).sqrt() + EPSILON)
+    return torch.where((high > low)[index][:, None], centred, 0.0).float()

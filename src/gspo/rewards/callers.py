@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Protocol, runtime_checkable
 
-from gspo.rewards.calls import Arguments, LostCallError, MisuseError, RewardError, RewardFunction, call_reward
+from gspo.rewards.calls import Arguments, LostCallError, MisuseError, RewardError, RewardFunction, Value, call_reward
 
 STARTUP_SECONDS = 300.0
 """How long a worker may take to import its function (which may import torch, or load a model)."""
@@ -31,7 +31,7 @@ _BOOT = (
 class Caller(Protocol):
     """Calls one reward function."""
 
-    def call(self, arguments: Arguments, seconds: float) -> list[float | None]:
+    def call(self, arguments: Arguments, seconds: float) -> list[Value]:
         """One reward per rollout, or RewardError; LostCallError if the call did not come back in time."""
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class ProcessCaller:
         self._ready = False
         self._start()
 
-    def call(self, arguments: Arguments, seconds: float) -> list[float | None]:
+    def call(self, arguments: Arguments, seconds: float) -> list[Value]:
         """See `Caller`. Only one thread may call at a time."""
         try:
             message = pickle.dumps((seconds, {name: list(values) for name, values in arguments.items()}))
@@ -103,7 +103,7 @@ class ProcessCaller:
             raise
         self._ready = True
 
-    def _receive(self, seconds: float, late: str) -> list[float | None]:
+    def _receive(self, seconds: float, late: str) -> list[Value]:
         assert self._connection is not None
         try:
             if not self._connection.poll(seconds):
@@ -115,7 +115,7 @@ class ProcessCaller:
             raise MisuseError(answer["misuse"])
         if "error" in answer:
             raise RewardError(answer["error"])
-        values: list[float | None] = answer["values"]
+        values: list[Value] = answer["values"]
         return values
 
     def _lost(self, reason: str) -> LostCallError:
@@ -134,9 +134,9 @@ class ThreadCaller:
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
-    def call(self, arguments: Arguments, seconds: float) -> list[float | None]:
+    def call(self, arguments: Arguments, seconds: float) -> list[Value]:
         """See `Caller`."""
-        answers: queue.SimpleQueue[list[float | None] | RewardError] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[list[Value] | RewardError] = queue.SimpleQueue()
 
         def run() -> None:
             try:

@@ -20,6 +20,12 @@ Arguments = Mapping[str, Sequence[Any]]
 
 RewardFunction = Callable[..., Any]
 
+Value = float | list[float] | None
+"""What a reward function says of a response: a number, one number per response token, or None."""
+
+ENVIRONMENT = "environment"
+"""The reward that a multi-turn task's environment gives; it comes with the rollout and is not called."""
+
 BUILT_IN = {
     "exact": "gspo.rewards.text:exact",
     "last_number": "gspo.rewards.text:last_number",
@@ -71,7 +77,7 @@ def missing_columns(function: RewardFunction, arguments: Arguments) -> list[str]
     ]
 
 
-def call_reward(function: RewardFunction, arguments: Arguments) -> list[float | None]:
+def call_reward(function: RewardFunction, arguments: Arguments) -> list[Value]:
     """Calls the function with the arguments that its signature takes; an async one is run to its end.
 
     Raises RewardError if it raises, MisuseError if it does not return one number or None per rollout.
@@ -116,13 +122,23 @@ def _takes_any(accepted: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
 
 
-def _checked(result: Any, expected: int) -> list[float | None]:
+def _checked(result: Any, expected: int) -> list[Value]:
     values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple):
         raise MisuseError(f"returned a {type(result).__name__}; it must return a list of numbers or None")
     if len(values) != expected:
         raise MisuseError(f"returned {len(values)} rewards for {expected} responses; it must return one for each")
-    return [_number(value) for value in values]
+    return [_value(value) for value in values]
+
+
+def _value(value: Any) -> Value:
+    parts = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(parts, list | tuple):
+        return _number(value)
+    numbers = [_number(part) for part in parts]
+    if None in numbers:
+        raise MisuseError("returned None for a token; a response's list must hold one number for each of its tokens")
+    return [number for number in numbers if number is not None]
 
 
 def _number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo.rewards.callers import Caller
-from gspo.rewards.calls import Arguments, LostCallError, RewardError
+from gspo.rewards.calls import Arguments, LostCallError, RewardError, Value
 
 MAX_LOST = 4
 """Calls in a row that may hang or crash before the rest of a batch is given up."""
@@ -20,7 +20,7 @@ class Failure:
     reason: str
 
 
-Outcome = float | None | Failure
+Outcome = Value | Failure
 
 
 def score_guarded(caller: Caller, arguments: Arguments, seconds: float, *, together: bool) -> list[Outcome]:
@@ -58,8 +58,12 @@ def _single(arguments: Arguments, index: int) -> dict[str, Sequence[object]]:
     return {name: values[index : index + 1] for name, values in arguments.items()}
 
 
-def _finite(values: Sequence[float | None]) -> list[Outcome]:
+def _finite(values: Sequence[Value]) -> list[Outcome]:
     return [
-        value if value is None or math.isfinite(value) else Failure(f"returned {value}; rewards must be finite")
+        value if all(map(math.isfinite, _numbers(value))) else Failure(f"returned {value}; rewards must be finite")
         for value in values
     ]
+
+
+def _numbers(value: Value) -> list[float]:
+    return [] if value is None else value if isinstance(value, list) else [value]

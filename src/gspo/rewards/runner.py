@@ -12,7 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 from gspo.config import RewardConfig, RewardFunctionConfig
 from gspo.errors import BadInputError
 from gspo.rewards.callers import Caller, ProcessCaller, ThreadCaller
-from gspo.rewards.calls import BUILT_IN, Arguments, LostCallError, MisuseError, RewardError, RewardFunction
+from gspo.rewards.calls import (
+    BUILT_IN,
+    ENVIRONMENT,
+    Arguments,
+    LostCallError,
+    MisuseError,
+    RewardError,
+    RewardFunction,
+    Value,
+)
 from gspo.rewards.guard import Failure, Outcome, score_guarded
 from gspo.types import Rollout
 
@@ -47,7 +56,8 @@ class RewardRunner:
     """Calls the reward functions of a run. Close it at the end: worker processes belong to it.
 
     The functions are those of `config` and, with weight 1, the Python callables `functions`; without either,
-    `default` (the task's own verifier). `names` are the keys of `Rollout.rewards`.
+    `default` (the task's own verifier). `names` are the keys of `Rollout.rewards`. What an environment gave is the
+    sum of a rollout's `turn_rewards`, under the name `environment`.
     """
 
     def __init__(
@@ -65,7 +75,11 @@ class RewardRunner:
             )
         self._seconds = config.time_limit
         self._scorers: list[_Scorer] = []
+        self._environment_weight: float | None = None
         for entry in named:
+            if entry.function == ENVIRONMENT:
+                self._environment_weight = entry.weight
+                continue
             parameters = entry.parameters
             if default is not None and entry.function == default.function:
                 parameters = {**default.parameters, **parameters}
@@ -78,7 +92,8 @@ class RewardRunner:
     @property
     def names(self) -> list[str]:
         """One name per function, in order, none twice."""
-        return [scorer.name for scorer in self._scorers]
+        environment = [] if self._environment_weight is None else [ENVIRONMENT]
+        return environment + [scorer.name for scorer in self._scorers]
 
     def validate(self, questions: Iterable[Question]) -> list[str]:
         """Calls every function once on two made-up responses, before a run spends anything.
@@ -89,7 +104,8 @@ class RewardRunner:
         """
         pair = [question for _, question in zip(range(2), questions, strict=False)]
         pair = pair * 2 if len(pair) == 1 else pair
-        arguments = _arguments(pair, [TRIAL_TEXT] * len(pair), [[] for _ in pair])
+        trial = [TRIAL_TEXT if isinstance(question.content, str) else _assistant(TRIAL_TEXT) for question in pair]
+        arguments = _arguments(pair, trial, [[] for _ in pair])
         warnings = []
         for scorer in self._scorers:
             try:
@@ -114,10 +130,10 @@ class RewardRunner:
             return found
         arguments = _arguments(
             [rollout.prompt for rollout in kept],
-            [rollout.text for rollout in kept],
+            [_completion(rollout) for rollout in kept],
             [list(rollout.response_ids) for rollout in kept],
         )
-        with ThreadPoolExecutor(len(self._scorers)) as pool:
+        with ThreadPoolExecutor(max(len(self._scorers), 1)) as pool:
             columns = list(pool.map(lambda scorer: scorer.score(arguments, self._seconds), self._scorers))
         scored = iter([self._combine(*row) for row in zip(kept, *columns, strict=True)])
         return [next(scored) if rollout.dropped is None else rollout for rollout in found]
@@ -144,22 +160,76 @@ class RewardRunner:
         self._scorers.append(_Scorer(name, weight, caller, together))
 
     def _combine(self, rollout: Rollout, *outcomes: Outcome) -> Rollout:
-        rewards: dict[str, float | None] = {}
-        failures = []
-        for scorer, outcome in zip(self._scorers, outcomes, strict=True):
-            if isinstance(outcome, Failure):
-                failures.append(f"reward {scorer.name}: {outcome.reason}")
-            else:
-                rewards[scorer.name] = outcome
-        applied = [s.weight * value for s in self._scorers if (value := rewards.get(s.name)) is not None]
-        if not failures and not applied:
-            failures.append("no reward function applies to it (None from all)")
-        total = sum(applied)
-        if not failures and not math.isfinite(total):
-            failures.append(f"its weighted rewards sum to {total}")
+        failures = [
+            f"reward {scorer.name}: {outcome.reason}"
+            for scorer, outcome in zip(self._scorers, outcomes, strict=True)
+            if isinstance(outcome, Failure)
+        ]
+        values = {
+            scorer.name: outcome
+            for scorer, outcome in zip(self._scorers, outcomes, strict=True)
+            if not isinstance(outcome, Failure)
+        }
+        tokens = len(rollout.response_ids)
+        failures += [
+            f"reward {name}: returned {len(value)} numbers for a response of {tokens} tokens; it must be one for each"
+            for name, value in values.items()
+            if isinstance(value, list) and len(value) != tokens
+        ]
         if failures:
-            return dataclasses.replace(rollout, reward=None, rewards=rewards, dropped="; ".join(failures))
-        return dataclasses.replace(rollout, reward=total, rewards=rewards)
+            known = {name: value for name, value in values.items() if not isinstance(value, list)}
+            return dataclasses.replace(rollout, reward=None, rewards=known, dropped="; ".join(failures))
+        rewards = {name: _mean(value, rollout) if isinstance(value, list) else value for name, value in values.items()}
+        applied = [s.weight * value for s in self._scorers if (value := rewards.get(s.name)) is not None]
+        turns = self._turn_rewards(rollout, sum(applied))
+        if self._environment_weight is not None and rollout.turn_rewards is not None:
+            rewards = {ENVIRONMENT: sum(rollout.turn_rewards), **rewards}
+            applied.insert(0, self._environment_weight * sum(rollout.turn_rewards))
+        total = sum(applied)
+        if not applied or not math.isfinite(total):
+            unusable = (
+                f"its weighted rewards sum to {total}"
+                if applied
+                else "no reward function applies to it (None from all)"
+            )
+            return dataclasses.replace(rollout, reward=None, rewards=rewards, dropped=unusable)
+        by_token = self._token_rewards(rollout, values)
+        return dataclasses.replace(rollout, reward=total, rewards=rewards, turn_rewards=turns, token_rewards=by_token)
+
+    def _turn_rewards(self, rollout: Rollout, last: float) -> tuple[float, ...] | None:
+        """The environment's, weighted; what the functions say of the whole is known after the last turn."""
+        if not rollout.turn_rewards:
+            return rollout.turn_rewards
+        turns = [(self._environment_weight or 0.0) * reward for reward in rollout.turn_rewards]
+        return (*turns[:-1], turns[-1] + last)
+
+    def _token_rewards(self, rollout: Rollout, values: Mapping[str, Value]) -> tuple[float, ...] | None:
+        """The weighted sum of what was said of each token; a number for the whole counts for each of them."""
+        if not any(isinstance(value, list) for value in values.values()):
+            return None
+        totals = [0.0] * len(rollout.response_ids)
+        for scorer in self._scorers:
+            value = values[scorer.name]
+            each = value if isinstance(value, list) else [value or 0.0] * len(totals)
+            totals = [total + scorer.weight * number for total, number in zip(totals, each, strict=True)]
+        return tuple(totals)
+
+
+def _mean(values: Sequence[float], rollout: Rollout) -> float:
+    """The reward of a response whose tokens were judged: the mean over those that the policy sampled."""
+    kept = [value for value, trainable in zip(values, rollout.trainable, strict=True) if trainable]
+    return sum(kept) / max(len(kept), 1)
+
+
+def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
+    """What reward functions are given: a conversation's messages, or the text of a response."""
+    if rollout.turns is not None:
+        return list(rollout.messages)
+    return rollout.text if isinstance(rollout.prompt.content, str) else _assistant(rollout.text)
+
+
+def _assistant(text: str) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": text}]
 
 
 def _drop_unfinished(rollout: Rollout) -> Rollout:
@@ -169,14 +239,10 @@ def _drop_unfinished(rollout: Rollout) -> Rollout:
 
 
 def _arguments(
-    questions: Sequence[Question], texts: Sequence[str], ids: Sequence[list[int]]
+    questions: Sequence[Question], completions: Sequence[str | list[dict[str, Any]]], ids: Sequence[list[int]]
 ) -> dict[str, Sequence[Any]]:
     """The columns of all questions (None where one lacks a column), then what names the responses themselves."""
     names = dict.fromkeys(name for question in questions for name in question.columns)
     columns: dict[str, Sequence[Any]] = {name: [q.columns.get(name) for q in questions] for name in names}
-    completions = [
-        text if isinstance(question.content, str) else [{"role": "assistant", "content": text}]
-        for question, text in zip(questions, texts, strict=True)
-    ]
     prompts = [question.content for question in questions]
     return {**columns, "prompts": prompts, "completions": completions, "completion_ids": list(ids)}

@@ -16,10 +16,11 @@ _NUMBER = re.compile(
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion, which is a string or the assistant's messages."""
+    """The text of a completion: a string, or what the assistant said last in its messages."""
     if isinstance(completion, str):
         return completion
-    return "".join(str(message["content"]) for message in completion)
+    said = [str(message["content"]) for message in completion if message["role"] == "assistant"]
+    return said[-1] if said else ""
 
 
 def expected(columns: Mapping[str, Any], column: str) -> Sequence[Any]:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gspo.config import RewardFunctionConfig
+from gspo.config import MultiTurnTask, RewardFunctionConfig
 from gspo.errors import BadInputError
 from gspo.imports import describe
-from gspo.tasks.rows import Row, Rows, TaskSettings, load_rows
+from gspo.tasks.chat import Chat
+from gspo.tasks.multi_turn import load_environment
+from gspo.tasks.rows import Row, Rows, load_rows
+from gspo.tasks.sources import TaskSettings
 from gspo.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Prompts to train on and to evaluate on, with no question in common."""
+    """Prompts to train on and to evaluate on, with no question in common; `notes` are for the user to read."""
 
     train: tuple[Prompt, ...]
     held_out: tuple[Prompt, ...]
     default_reward: RewardFunctionConfig | None = None
+    notes: tuple[str, ...] = ()
 
 
 def load_task(
@@ -28,25 +32,37 @@ def load_task(
     """The prompts of a task; `rows`, if they were loaded before, are not read again.
 
     `max_prompt_tokens` is what the context leaves beside the longest response. Raises BadInputError with the row
-    that cannot work (too long, empty, refused by the chat template).
+    that cannot work (too long, empty, refused by the chat template), and for a chat template that cannot carry a
+    conversation on.
     """
     found = load_rows(config, seed=seed) if rows is None else rows
+    tools, notes = (), []
+    if isinstance(config, MultiTurnTask):
+        tools = load_environment(config).tools
+        notes = Chat(config, tokenizer, tools).check(found.train[0].content)
     return Task(
-        train=tokenize(found.train, config, tokenizer, max_prompt_tokens),
-        held_out=tokenize(found.held_out, config, tokenizer, max_prompt_tokens),
+        train=tokenize(found.train, config, tokenizer, max_prompt_tokens, tools=tools),
+        held_out=tokenize(found.held_out, config, tokenizer, max_prompt_tokens, tools=tools),
         default_reward=found.default_reward,
+        notes=tuple(notes),
     )
 
 
-def tokenize(rows: Sequence[Row], config: TaskSettings, tokenizer: Any, max_prompt_tokens: int) -> tuple[Prompt, ...]:
+def tokenize(
+    rows: Sequence[Row],
+    config: TaskSettings,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    *,
+    tools: Sequence[Callable[..., Any]] = (),
+) -> tuple[Prompt, ...]:
     """Prompts with the exact ids that are fed; special tokens come from the chat template, or without one from
     the tokenizer, never from both."""
     if not rows:
         return ()
-    chat = config.chat_template if config.chat_template is not None else bool(tokenizer.chat_template)
-    _check_chat(config, tokenizer, chat)
-    texts = [_render(row, config, tokenizer) if chat else _plain(row) for row in rows]
-    encoded = tokenizer(texts, add_special_tokens=not chat, padding=False, truncation=False, verbose=False)
+    chat = Chat(config, tokenizer, tools)
+    texts = [_render(row, chat) if chat.applied else _plain(row) for row in rows]
+    encoded = tokenizer(texts, add_special_tokens=not chat.applied, padding=False, truncation=False, verbose=False)
     prompts = []
     for row, ids in zip(rows, encoded["input_ids"], strict=True):
         if not ids:
@@ -60,17 +76,6 @@ def tokenize(rows: Sequence[Row], config: TaskSettings, tokenizer: Any, max_prom
     return tuple(prompts)
 
 
-def _check_chat(config: TaskSettings, tokenizer: Any, chat: bool) -> None:
-    if chat and not tokenizer.chat_template:
-        raise BadInputError(
-            "task.chat_template = true: the model's tokenizer has no chat template; "
-            "set it to false, or take another model"
-        )
-    for name in ("system_prompt", "chat_template_kwargs"):
-        if not chat and getattr(config, name):
-            raise BadInputError(f"task.{name}: needs a chat template, and none is applied; leave it out")
-
-
 def _plain(row: Row) -> str:
     if not isinstance(row.content, str):
         raise BadInputError(
@@ -79,19 +84,11 @@ def _plain(row: Row) -> str:
     return row.content
 
 
-def _render(row: Row, config: TaskSettings, tokenizer: Any) -> str:
-    messages = row.content
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-        if config.system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": config.system_prompt})
+def _render(row: Row, chat: Chat) -> str:
     try:
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **config.chat_template_kwargs
-        )
+        return chat.render(chat.opening(row.content))
     except Exception as error:  # noqa: BLE001 (templates raise what they like)
         raise BadInputError(
             f"{row.where}: the model's chat template refuses the prompt ({describe(error)}); "
             "change the roles, task.system_prompt or task.chat_template_kwargs"
         ) from None
-    return text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gspo.config import DatasetsTask, FunctionTask, JsonlTask, ReasoningGymTask, RewardFunctionConfig
+from gspo.config import MultiTurnTask, ReasoningGymTask, RewardFunctionConfig
 from gspo.errors import BadInputError, GspoError
-from gspo.tasks.sources import Source, read_held_out, read_train
+from gspo.tasks.sources import Source, TaskSettings, read_held_out, read_train
 from gspo.tasks.wording import (
     check_messages,
     fill,
@@ -18,8 +19,6 @@ from gspo.tasks.wording import (
     question_key,
     template_columns,
 )
-
-TaskSettings = JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,8 @@ def load_rows(config: TaskSettings, *, seed: int) -> Rows:
 
 
 def _default_reward(config: TaskSettings) -> RewardFunctionConfig | None:
+    if isinstance(config, MultiTurnTask):
+        return RewardFunctionConfig(function="environment")
     if not isinstance(config, ReasoningGymTask):
         return None
     return RewardFunctionConfig(
@@ -93,6 +94,9 @@ def _default_reward(config: TaskSettings) -> RewardFunctionConfig | None:
 
 
 def _word(sources: Iterable[Source], config: TaskSettings) -> Iterator[Row]:
+    if isinstance(config, MultiTurnTask):
+        yield from _word_conversations(sources, config)
+        return
     column = "prompt" if isinstance(config, ReasoningGymTask) else config.prompt_column
     for where, columns in sources:
         if column not in columns:
@@ -109,6 +113,18 @@ def _word(sources: Iterable[Source], config: TaskSettings) -> Iterator[Row]:
             messages = _word_messages(prompt, where, config)
             question = normalise(messages_text(messages))
             yield Row(where, question_key(question), question, messages, rest)
+
+
+def _word_conversations(sources: Iterable[Source], config: MultiTurnTask) -> Iterator[Row]:
+    from gspo.tasks.multi_turn import load_environment, opening
+
+    make = load_environment(config).make
+    for source in sources:
+        first = opening(config, make, source)
+        content = first if isinstance(first, str) else _word_messages(first, source.where, config)
+        # What a row asks may come out in later turns only, so that the whole row tells it from others.
+        question = normalise(json.dumps(dict(source.columns), sort_keys=True, default=str))
+        yield Row(source.where, question_key(question), question, content, source.columns)
 
 
 def _word_text(prompt: str, rest: Mapping[str, Any], column: str, where: str, template: str) -> tuple[str, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gspo.config import DatasetsTask, FunctionTask, JsonlTask, ReasoningGymTask
+from gspo.config import DatasetsTask, FunctionTask, JsonlTask, MultiTurnTask, ReasoningGymTask
 from gspo.errors import BadInputError
 from gspo.imports import describe, load_function
+
+TaskSettings = JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask | MultiTurnTask
 
 
 class Source(NamedTuple):
@@ -19,7 +22,7 @@ class Source(NamedTuple):
     columns: Mapping[str, Any]
 
 
-def read_train(config: JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask, seed: int) -> Iterable[Source]:
+def read_train(config: TaskSettings, seed: int) -> Iterable[Source]:
     """The rows to train on (and, unless they come apart, to hold some out of)."""
     if isinstance(config, JsonlTask):
         return read_jsonl(config.path, "task.path")
@@ -31,10 +34,14 @@ def read_train(config: JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTas
         from gspo.tasks.reasoning_gym import generate
 
         return generate(config, seed)
+    if isinstance(config, MultiTurnTask):
+        from gspo.tasks.multi_turn import read_rows
+
+        return read_rows(config)
     return call_function(config)
 
 
-def read_held_out(config: JsonlTask | DatasetsTask | ReasoningGymTask | FunctionTask) -> Iterable[Source] | None:
+def read_held_out(config: TaskSettings) -> Iterable[Source] | None:
     """The rows to evaluate on where they come apart from the training rows, else None."""
     if isinstance(config, JsonlTask) and config.held_out_path is not None:
         return read_jsonl(config.held_out_path, "task.held_out_path")
@@ -74,16 +81,25 @@ def _parse_object(raw: bytes, where: str, *, first: bool) -> Mapping[str, Any]:
 def call_function(config: FunctionTask) -> list[Source]:
     """The rows that the user's function returns."""
     function = load_function(config.function, "task.function")
+    call = functools.partial(function, **config.parameters)
+    return as_sources(call, config.function, f"task.function = {config.function!r}", "task.parameters")
+
+
+def as_sources(function: functools.partial[Any], name: str, what: str, parameters: str) -> list[Source]:
+    """The rows that a function returns when called, each placed by `name`.
+
+    `what` and `parameters` name the function and the setting of its parameters in errors. Raises BadInputError.
+    """
     try:
-        rows = list(function(**config.parameters))
+        rows = list(function())
     except Exception as error:  # noqa: BLE001 (a stranger's function may raise anything)
         raise BadInputError(
-            f"task.function = {config.function!r} failed ({describe(error)}); "
-            f"it is called with task.parameters ({', '.join(config.parameters) or 'none'}) and returns rows (dicts)"
+            f"{what} failed ({describe(error)}); it is called with {parameters} "
+            f"({', '.join(function.keywords) or 'none'}) and returns rows (dicts)"
         ) from None
     sources = []
     for index, row in enumerate(rows):
-        where = f"{config.function} row {index}"
+        where = f"{name} row {index}"
         if not isinstance(row, Mapping):
             raise BadInputError(f"{where}: found a {type(row).__name__}; rows must be dicts of columns")
         sources.append(Source(where, row))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -161,6 +162,7 @@ class Learner:
     def _loss(self, scores: Scores, batch: Batch, totals: Totals, metrics: UpdateMetrics) -> Tensor:
         """This micro-batch's share of the mini-batch's loss."""
         assert batch.old_logprobs is not None
+        spans: dict[str, Any] = {} if batch.spans is None else {"spans": batch.spans}
         output = self._objective(
             scores.logprobs,
             batch.old_logprobs,
@@ -170,6 +172,7 @@ class Learner:
             clip_high=self.clip_high,
             totals=totals,
             **self._options,
+            **spans,
         )
         loss = output.loss
         if batch.reference_logprobs is not None:
