@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gspo.config import Config, build_config, load_config
+from gspo.config.checks import BY_RESPONSE
 from gspo.config.fields import setting_fields, setting_names, takes_text
 from gspo.errors import BadInputError
 from gspo.objectives import LOSSES
@@ -52,6 +54,58 @@ def test_the_papers_numbers_are_the_defaults() -> None:
     assert config.objective.name == "gspo"
     assert config.objective.clip_low is None  # the objective's own, see gspo.objectives.CLIP_RANGES
     assert config.objective.kl_weight == 0
+
+
+CONVERSATIONS = {"kind": "multi_turn", "environment": "a:B"}
+
+
+@pytest.mark.parametrize(
+    ("objective", "task", "reason"),
+    [
+        ({"credit": "turn"}, CONVERSATIONS, 'objective.credit = "turn" needs an advantage per token'),
+        ({"name": "gmpo", "credit": "token"}, None, 'objective.credit = "token" needs an advantage per token'),
+        ({"ratio_span": "turn"}, CONVERSATIONS, 'only objective.name = "gspo_token" takes a ratio per turn'),
+        (
+            {"name": "gspo_token", "credit": "turn"},
+            None,
+            'objective.credit = "turn": task.kind = "reasoning_gym" has one',
+        ),
+        (
+            {"name": "gspo_token", "ratio_span": "turn"},
+            None,
+            'objective.ratio_span = "turn": task.kind = "reasoning_gym"',
+        ),
+        ({"name": "gspo_token", "credit": "token"}, CONVERSATIONS, "an environment rewards turns, not tokens"),
+        ({}, {**CONVERSATIONS, "template": "Q: {prompt}"}, "task.template: the environment words its own messages"),
+        (
+            {},
+            {**CONVERSATIONS, "path": "a.jsonl", "row_parameters": {"n": 1}},
+            "task.row_parameters: the rows come from",
+        ),
+    ],
+)
+def test_credit_that_cannot_work_is_refused(
+    objective: dict[str, Any], task: dict[str, Any] | None, reason: str
+) -> None:
+    data = {"model": {"path": "m"}, "task": task or BASE["task"], "objective": objective}
+    assert any(reason in line for line in complaints(data))
+
+
+def test_which_objectives_take_one_advantage_per_response_only() -> None:
+    ones, rows = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    for name, loss in LOSSES.items():
+        if name in BY_RESPONSE:
+            with pytest.raises(ValueError, match="advantages must be"):
+                loss(-ones, -ones, ones, rows)
+        else:
+            loss(-ones, -ones, ones, rows)
+
+
+def test_credit_by_turn_needs_no_warning_that_it_is_gspo() -> None:
+    data = {"model": {"path": "m"}, "task": CONVERSATIONS, "objective": {"name": "gspo_token", "credit": "turn"}}
+    assert not any("section 4.3" in line for line in build_config(data).warnings())
+    data["objective"] = {"discount": 0.5}
+    assert any("objective.discount has no effect" in line for line in build_config(data).warnings())
 
 
 def test_every_objective_of_the_config_exists_and_the_other_way_round() -> None:

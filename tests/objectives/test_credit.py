@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gspo.objectives import group_advantages, turn_advantages
+from gspo.objectives import group_advantages, token_advantages, turn_advantages
 
 SCALES = ("std", "sample_std", "none")
 
@@ -124,3 +124,51 @@ def test_turns_against_a_loop(seed: int, scale: str, discount: float) -> None:
             spread = {"none": 1.0, "std": np.std(mates), "sample_std": np.std(mates, ddof=1)}[scale]
             expected = (returns[i, k] - np.mean(mates)) / spread
             assert found[i, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_tokens_of_two_responses_by_hand() -> None:
+    """Means 1/2 and 1 of the responses: the group's is 3/4, whatever their lengths; the variance is 3/16."""
+    rewards = torch.tensor([[1.0, 0.0, 99.0], [1.0, math.nan, 1.0]])
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    found = token_advantages(rewards, torch.tensor([0, 0]), mask, scale="none")
+    torch.testing.assert_close(found, torch.tensor([[0.25, -0.75, 0.0], [0.25, 0.0, 0.25]]))
+    scaled = token_advantages(rewards, torch.tensor([0, 0]), mask)
+    torch.testing.assert_close(scaled, found / (math.sqrt(3 / 16) + 1e-6))
+
+
+@given(st.integers(0, 1000), st.sampled_from(["std", "none"]))
+def test_tokens_against_a_loop(seed: int, scale: str) -> None:
+    g = np.random.default_rng(seed)
+    rows, width = int(g.integers(1, 7)), int(g.integers(1, 5))
+    rewards, ids = g.integers(-3, 4, (rows, width)).astype(float), g.integers(0, 2, rows)
+    mask = g.random((rows, width)) < 0.7
+    found = token_advantages(torch.tensor(rewards), torch.tensor(ids), torch.tensor(mask), scale=scale).numpy()
+    assert not found[~mask].any()
+    for i, t in zip(*np.nonzero(mask), strict=True):
+        mates = [rewards[j][mask[j]] for j in range(rows) if ids[j] == ids[i] and mask[j].any()]
+        mean = np.mean([np.mean(r) for r in mates])
+        spread = np.sqrt(np.mean([np.mean((r - mean) ** 2) for r in mates]))
+        if np.ptp(np.concatenate(mates)) == 0:
+            assert found[i, t] == 0
+            continue
+        expected = (rewards[i, t] - mean) / (spread if scale == "std" else 1.0)
+        assert found[i, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@given(st.integers(0, 1000), st.sampled_from(["std", "none"]))
+def test_tokens_that_share_their_response_s_reward_get_its_advantage(seed: int, scale: str) -> None:
+    g = torch.Generator().manual_seed(seed)
+    rewards, ids = torch.randint(-2, 3, (6,), generator=g).float(), torch.randint(0, 3, (6,), generator=g)
+    mask = torch.rand((6, 4), generator=g) < 0.6
+    mask[:, 0] = True
+    found = token_advantages(rewards[:, None].expand(6, 4), ids, mask, scale=scale)
+    expected = group_advantages(rewards, ids, scale=scale)[:, None] * mask
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_token_edges() -> None:
+    same = torch.full((2, 2), 0.1)
+    assert not token_advantages(same, torch.tensor([0, 0]), torch.ones(2, 2, dtype=torch.bool)).any()
+    assert token_advantages(torch.zeros(0, 0), torch.zeros(0).long(), torch.zeros(0, 0).bool()).shape == (0, 0)
+    empty = token_advantages(same, torch.tensor([0, 0]), torch.zeros(2, 2).bool())
+    assert not empty.any()

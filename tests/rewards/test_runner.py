@@ -322,3 +322,67 @@ def test_validate_refuses_a_function_that_does_not_return() -> None:
     message = r"slow: did not return \(reward\.time_limit\) within 0\.1 s"
     with RewardRunner(config(time_limit=0.1), functions=[slow]) as runner, pytest.raises(BadInputError, match=message):
         runner.validate([row()])
+
+
+def conversation(*turn_rewards: float) -> Rollout:
+    messages = (
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "7"},
+        {"role": "assistant", "content": "4"},
+    )
+    return dataclasses.replace(
+        rollout("4", answer="4"),
+        messages=messages,
+        turns=(0, 1),
+        turn_rewards=turn_rewards,
+    )
+
+
+def test_the_environments_rewards_come_with_the_rollout() -> None:
+    default = RewardFunctionConfig(function="environment")
+    with RewardRunner(config(), default=default) as runner:
+        assert runner.names == ["environment"]
+        assert runner.validate([row()]) == []
+        (scored,) = runner.score([conversation(0.25, 0.5)])
+    assert (scored.reward, scored.rewards, scored.turn_rewards) == (0.75, {"environment": 0.75}, (0.25, 0.5))
+
+
+def test_functions_add_to_the_last_turn_and_read_what_the_policy_said_last() -> None:
+    seen = []
+
+    def first(completions: list[Any], **_: Any) -> list[float]:
+        seen.extend(completions)
+        return [8.0] * len(completions)
+
+    entries = config({"function": "environment", "weight": 2.0}, {"function": "exact", "weight": 0.5})
+    with RewardRunner(entries, functions=[first]) as runner:
+        (scored,) = runner.score([conversation(0.25, 0.5)])
+    assert (scored.reward, scored.turn_rewards) == (1.5 + 0.5 + 8.0, (0.5, 1.0 + 0.5 + 8.0))
+    assert scored.rewards == {"environment": 0.75, "exact": 1.0, "first": 8.0}
+    assert [m["role"] for m in seen[0]] == ["assistant", "user", "assistant"]
+    (replaced,) = score(
+        RewardRunner(config(), default=RewardFunctionConfig(function="environment"), functions=[first]), ["4"]
+    )
+    assert replaced.reward == 8.0
+
+
+def test_a_function_may_judge_every_token() -> None:
+    def by_token(completions: list[str], **_: Any) -> list[Any]:
+        return [
+            {"two": [1.0, 0.5], "one": [1.0], "number": 3.0, "nan": [1.0, float("nan")]}[text] for text in completions
+        ]
+
+    def whole(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    texts = ["two", "one", "number", "nan"]
+    found = score(
+        RewardRunner(config({"function": "exact", "weight": 2.0}), functions=[by_token, whole]), texts, answer="two"
+    )
+    assert (found[0].token_rewards, found[0].reward) == ((2 + 1.0 + 1.0, 2 + 0.5 + 1.0), 2 + 0.75 + 1.0)
+    assert found[1].dropped == "reward by_token: returned 1 numbers for a response of 2 tokens; it must be one for each"
+    assert (found[2].token_rewards, found[2].reward) == (None, 4.0)
+    assert "rewards must be finite" in str(found[3].dropped)
+    masked = dataclasses.replace(rollout("two", answer=""), trainable=(True, False))
+    with RewardRunner(config(), functions=[by_token]) as runner:
+        assert runner.score([masked])[0].reward == 1.0

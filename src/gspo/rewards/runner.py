@@ -181,7 +181,7 @@ class RewardRunner:
             return dataclasses.replace(rollout, reward=None, rewards=known, dropped="; ".join(failures))
         rewards = {name: _mean(value, rollout) if isinstance(value, list) else value for name, value in values.items()}
         applied = [s.weight * value for s in self._scorers if (value := rewards.get(s.name)) is not None]
-        turns = self._turn_rewards(rollout, sum(applied))
+        turns = self._turn_rewards(rollout, float(sum(applied)))
         if self._environment_weight is not None and rollout.turn_rewards is not None:
             rewards = {ENVIRONMENT: sum(rollout.turn_rewards), **rewards}
             applied.insert(0, self._environment_weight * sum(rollout.turn_rewards))

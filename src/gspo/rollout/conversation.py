@@ -16,7 +16,7 @@ from gspo.imports import describe
 from gspo.rollout.engine import Engine
 from gspo.tasks.chat import Chat, as_messages
 from gspo.tasks.environment_thread import EnvironmentFailure, EnvironmentThread
-from gspo.tasks.multi_turn import Observation, Response, as_observation, as_opening, load_environment
+from gspo.tasks.multi_turn import Observation, Response, ToolCall, as_observation, as_opening, load_environment
 from gspo.tasks.tools import parse_calls
 from gspo.types import FinishReason, Message, Prompt, Request, Rollout, Sampling, VersionSpan
 
@@ -145,7 +145,7 @@ class ConversationEngine:
         return asked
 
     def _response(self, conversation: _Conversation, reply: Rollout) -> Response:
-        calls = ()
+        calls: tuple[ToolCall, ...] = ()
         if self._chat.schemas:
             ids = reply.response_ids
             if ids and ids[-1] in self._eos_ids:

@@ -121,7 +121,8 @@ class Chat:
         opening = self.opening(content)
         thinking = f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"
         shown = self.render([*opening, {"role": "assistant", "content": thinking}, *added])
-        if shown == self.render(opening) + thinking + self.continuation(content, added):
+        sampled = self.render(opening) + thinking + self.continuation(content, added)
+        if "".join(shown.split()) == "".join(sampled.split()):
             return []
         return [
             "task: the model's chat template shows earlier turns otherwise than they were sampled (it leaves out their "

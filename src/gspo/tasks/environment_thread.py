@@ -46,7 +46,7 @@ class EnvironmentThread:
         try:
             value = self._answers.get(timeout=seconds)
         except queue.Empty:
-            raise EnvironmentFailure(f"{self._asked} did not return within {seconds:.3g} s (task.time_limit)") from None
+            raise EnvironmentFailure(f"{self._asked} did not return within task.time_limit") from None
         if isinstance(value, _Raised):
             raise EnvironmentFailure(value.reason)
         return value

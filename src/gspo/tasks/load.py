@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,31 +36,27 @@ def load_task(
     conversation on.
     """
     found = load_rows(config, seed=seed) if rows is None else rows
-    tools, notes = (), []
-    if isinstance(config, MultiTurnTask):
-        tools = load_environment(config).tools
-        notes = Chat(config, tokenizer, tools).check(found.train[0].content)
+    several = isinstance(config, MultiTurnTask)
+    notes = make_chat(config, tokenizer).check(found.train[0].content) if several else []
     return Task(
-        train=tokenize(found.train, config, tokenizer, max_prompt_tokens, tools=tools),
-        held_out=tokenize(found.held_out, config, tokenizer, max_prompt_tokens, tools=tools),
+        train=tokenize(found.train, config, tokenizer, max_prompt_tokens),
+        held_out=tokenize(found.held_out, config, tokenizer, max_prompt_tokens),
         default_reward=found.default_reward,
         notes=tuple(notes),
     )
 
 
-def tokenize(
-    rows: Sequence[Row],
-    config: TaskSettings,
-    tokenizer: Any,
-    max_prompt_tokens: int,
-    *,
-    tools: Sequence[Callable[..., Any]] = (),
-) -> tuple[Prompt, ...]:
+def make_chat(config: TaskSettings, tokenizer: Any) -> Chat:
+    """How the task's messages become text, its environment's tools included."""
+    return Chat(config, tokenizer, load_environment(config).tools if isinstance(config, MultiTurnTask) else ())
+
+
+def tokenize(rows: Sequence[Row], config: TaskSettings, tokenizer: Any, max_prompt_tokens: int) -> tuple[Prompt, ...]:
     """Prompts with the exact ids that are fed; special tokens come from the chat template, or without one from
     the tokenizer, never from both."""
     if not rows:
         return ()
-    chat = Chat(config, tokenizer, tools)
+    chat = make_chat(config, tokenizer)
     texts = [_render(row, chat) if chat.applied else _plain(row) for row in rows]
     encoded = tokenizer(texts, add_special_tokens=not chat.applied, padding=False, truncation=False, verbose=False)
     prompts = []

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from gspo.config import Config
+from gspo.config import Config, MultiTurnTask
 from gspo.policy.export import named_tensors
 from gspo.policy.model import Policy
 from gspo.rollout.engine import Engine
 
 
 def start_engine(policy: Policy, config: Config, version: int) -> Engine:
-    """Starts the engine and gives it the policy's weights, whatever it has started from."""
+    """Starts the engine and gives it the policy's weights, whatever it has started from.
+
+    A multi-turn task is played over it.
+    """
     start = {"transformers": _embedded, "vllm": _vllm, "server": _servers}[config.rollout.engine]
     engine = start(policy, config)
     try:
+        if isinstance(config.task, MultiTurnTask):
+            engine = _conversations(engine, config.task, policy)
         engine.update_weights(named_tensors(policy), version)
     except BaseException:
         engine.close()
         raise
     return engine
+
+
+def _conversations(engine: Engine, task: MultiTurnTask, policy: Policy) -> Engine:
+    from gspo.rollout.conversation import ConversationEngine
+
+    return ConversationEngine(
+        engine, task, policy.tokenizer, eos_ids=policy.eos_ids, context_length=policy.context_length
+    )
 
 
 def _embedded(policy: Policy, config: Config) -> Engine:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo.config import Config
+from gspo.config import Config, MultiTurnTask
 from gspo.distributed.world import World
 from gspo.errors import BadInputError
 from gspo.policy.load import load_policy
@@ -76,7 +76,10 @@ class Run:
 
     def journal(self, step: int, collected: Collected, batch: Batch) -> None:
         """Puts the step's rollouts on disk, with the advantages of those that are trained on, before any update."""
-        advantages = {(r.slot, r.sample): a for r, a in zip(batch.rollouts, batch.advantages.tolist(), strict=True)}
+        advantages = {
+            (r.slot, r.sample): a[: len(r.response_ids)] if isinstance(a, list) else a
+            for r, a in zip(batch.rollouts, batch.advantages.tolist(), strict=True)
+        }
         sampled = collected.sampled
         self.recorder.rollouts(step, sampled, [advantages.get((r.slot, r.sample)) for r in sampled])
         self.recorder.stage("update")
@@ -138,6 +141,7 @@ class Run:
             *memory,
             f"task: {len(self.task.train)} training prompts, {len(self.task.held_out)} held out, none in both",
             *self.policy.notes,
+            *self.task.notes,
         ]
 
 
@@ -163,7 +167,8 @@ def largest_micro_batch(config: Config, rows: Rows) -> int:
     """An upper estimate, before any tokenizer is there, of the tokens in one forward pass (a character each)."""
     longest = max((len(str(row.content)) for row in rows.train), default=0)
     per_update = config.rollout.prompts // config.training.minibatches * config.rollout.group_size
-    return min(config.training.micro_batch_tokens, per_update * (longest + config.rollout.max_tokens))
+    turns = config.task.max_turns if isinstance(config.task, MultiTurnTask) else 1
+    return min(config.training.micro_batch_tokens, per_update * (longest + turns * config.rollout.max_tokens))
 
 
 def make_engine(policy: Policy, config: Config, version: int = 0) -> Engine:
