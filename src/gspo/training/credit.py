@@ -92,7 +92,7 @@ def _turns(rollouts: Sequence[Rollout]) -> Tensor:
     return _pad([[turn + 1 for turn in r.turns or ()] for r in rollouts], torch.long) - 1
 
 
-def _pad(rows: Sequence[Sequence[float] | Sequence[bool]], dtype: torch.dtype) -> Tensor:
+def _pad(rows: Sequence[Sequence[float] | Sequence[int] | Sequence[bool]], dtype: torch.dtype) -> Tensor:
     width = max((len(row) for row in rows), default=0)
     padded = torch.zeros(len(rows), width, dtype=dtype)
     for i, row in enumerate(rows):
