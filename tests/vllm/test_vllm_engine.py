@@ -160,6 +160,7 @@ def test_a_prompt_that_cannot_be_served_costs_no_other(engine: Any, policy: Poli
     assert [r.finish_reason for r in rollouts] == ["error", "error", "error", "length"]
     assert [bool(r.dropped) for r in rollouts] == [True, True, True, False]
     assert_agree(rollouts[3:], policy)
+    assert len(engine.generate(wanted[:3], Sampling(max_tokens=4))) == 3
 
 
 def test_a_response_ends_where_the_context_is_full(engine: Any, policy: Policy) -> None:

@@ -95,15 +95,8 @@ class VllmEngine:
                 rollouts.append(self._failed(draw, why))
             else:
                 possible.append(draw)
-        self._wake(_WEIGHTS, _CACHE)
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": list(draw.prompt.ids)} for draw in possible],
-            [self._vllm.SamplingParams(**sampling_params(draw, sampling, self.context)) for draw in possible],
-            use_tqdm=False,
-        )
-        self._sleep()
-        stops = StopStrings(self.tokenizer, sampling.stop)
-        rollouts += [self._rollout(d, o.outputs[0], sampling, stops) for d, o in zip(possible, outputs, strict=True)]
+        if possible:
+            rollouts += self._draw(possible, sampling)
         return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -120,6 +113,17 @@ class VllmEngine:
         del self.llm
         if self.sleeps:
             torch.cuda.empty_cache()
+
+    def _draw(self, possible: Sequence[Draw], sampling: Sampling) -> list[Rollout]:
+        stops = StopStrings(self.tokenizer, sampling.stop)
+        self._wake(_WEIGHTS, _CACHE)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(draw.prompt.ids)} for draw in possible],
+            [self._vllm.SamplingParams(**sampling_params(draw, sampling, self.context)) for draw in possible],
+            use_tqdm=False,
+        )
+        self._sleep()
+        return [self._rollout(d, o.outputs[0], sampling, stops) for d, o in zip(possible, outputs, strict=True)]
 
     def _label(self, version: int) -> None:
         self.version = version

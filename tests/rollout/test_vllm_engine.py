@@ -1,0 +1,148 @@
+"""What vLLM is told in this process, by a stand-in for its `LLM`; tests/vllm has the real one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from gspo.errors import GspoError
+from gspo.rollout.vllm_engine import VllmEngine
+from gspo.types import Prompt, Request, Sampling, VersionSpan
+
+REQUESTS = [Request(Prompt("p", "", (5, 6)), samples=2, step=0, slot=0)]
+
+
+@dataclass
+class Span:
+    version: str
+    start: int
+    end: int
+
+
+class StandIn:
+    """Answers every prompt with the tokens 7, 8 and keeps what it was asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.calls: list[Any] = []
+        self.version = "default"
+        self.emptied = True
+        self.reason = "length"
+        self.loaded: dict[str, Tensor] = {}
+        self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 101)
+
+    def generate(self, prompts: list[Any], params: list[Any], use_tqdm: bool) -> list[Any]:
+        assert len(prompts) == len(params)
+        assert not use_tqdm
+        self.calls.append("generate")
+        logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
+        spans = [Span(self.version, 0, 2)]
+        output = {"token_ids": [7, 8], "logprobs": logprobs, "finish_reason": self.reason, "weight_versions": spans}
+        return [SimpleNamespace(outputs=[SimpleNamespace(**output)]) for _ in prompts]
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append(method)
+        self.loaded = dict(kwargs["weights_iterator"])
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        return self.emptied
+
+    def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake_up", *tags))
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -> Any:
+    module = SimpleNamespace(LLM=StandIn, SamplingParams=lambda **fields: fields)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+
+    def start(device: str) -> VllmEngine:
+        return VllmEngine(
+            "m",
+            tokenizer,
+            device=torch.device(device),
+            dtype=torch.bfloat16,
+            max_concurrent=16,
+            cache_gib=0.5,
+        )
+
+    return start
+
+
+def test_on_a_gpu_it_is_awake_only_while_it_is_needed(start: Any) -> None:
+    engine = start("cuda")
+    engine.update_weights([("w", torch.ones(1))], 1)
+    engine.generate(REQUESTS, Sampling(max_tokens=2))
+    engine.generate(REQUESTS, Sampling(max_tokens=2))
+    assert engine.llm.calls == [
+        ("sleep", 1),
+        ("wake_up", "weights"),
+        "reload_weights",
+        "reset_prefix_cache",
+        ("wake_up", "kv_cache"),
+        "generate",
+        ("sleep", 1),
+        ("wake_up", "weights", "kv_cache"),
+        "generate",
+        ("sleep", 1),
+    ]
+    assert engine.llm.settings["enable_sleep_mode"]
+    assert not engine.llm.settings["enforce_eager"]
+
+
+def test_on_a_cpu_it_never_sleeps(start: Any) -> None:
+    engine = start("cpu")
+    engine.update_weights([("w", torch.ones(1))], 1)
+    engine.generate(REQUESTS, Sampling(max_tokens=2))
+    assert engine.llm.calls == ["reload_weights", "reset_prefix_cache", "generate"]
+    settings = engine.llm.settings
+    assert (settings["dtype"], settings["max_num_seqs"], settings["kv_cache_memory_bytes"]) == ("bfloat16", 16, 2**29)
+    assert (settings["logprobs_mode"], settings["generation_config"]) == ("processed_logprobs", "vllm")
+
+
+def test_rollouts_carry_ids_log_probs_and_the_version_that_sampled_them(start: Any) -> None:
+    engine = start("cpu")
+    engine.update_weights([("model.embed_tokens.weight", torch.ones(1))], 4)
+    assert engine.llm.loaded.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    for rollout in engine.generate(REQUESTS, Sampling(max_tokens=2)):
+        assert (rollout.response_ids, rollout.sampler_logprobs) == ((7, 8), (-1.0, -2.0))
+        assert rollout.policy_version == (VersionSpan(0, 4),)
+        assert rollout.dropped is None
+
+
+def test_a_response_of_other_weights_is_dropped(start: Any) -> None:
+    engine = start("cpu")
+    engine.update_weights([("w", torch.ones(1))], 4)
+    engine.llm.version = "3"
+    assert {r.finish_reason for r in engine.generate(REQUESTS, Sampling(max_tokens=2))} == {"error"}
+
+
+def test_a_response_that_vllm_gave_up_is_dropped(start: Any) -> None:
+    engine = start("cpu")
+    engine.llm.reason = "abort"
+    rollouts = engine.generate(REQUESTS, Sampling(max_tokens=2))
+    assert [r.dropped for r in rollouts] == ["vLLM ended the response with 'abort'"] * 2
+
+
+def test_old_prefixes_that_stay_are_an_error(start: Any) -> None:
+    engine = start("cpu")
+    engine.llm.emptied = False
+    with pytest.raises(GspoError, match="prefix cache"):
+        engine.update_weights([("w", torch.ones(1))], 1)
