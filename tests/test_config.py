@@ -266,6 +266,7 @@ def test_servers_are_needed_by_their_engine_alone() -> None:
         ({"evaluation": {"samples": 4}}, "evaluation.samples > 1 with evaluation.temperature = 0"),
         ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p, top_k and min_p have no effect"),
         ({"evaluation": {"every": 100}}, "evaluation.every = 100 with training.steps = 100"),
+        ({"evaluation": {"every": 100, "temperature": 1.0}}, "evaluation.every = 100 with training.steps = 100"),
         ({"optimizer": {"warmup_updates": 400}}, "optimizer.warmup_updates = 400: the run makes 400 updates"),
         ({"objective": {"name": "gspo_token"}}, 'objective.name = "gspo_token"'),
         ({"task": {"held_out": 0}}, "task.held_out = 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -141,7 +142,7 @@ def _unknown(word: str) -> str:
 
 
 def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
-    from gspo.reporting.run_folder import RunFolder, free_name
+    from gspo.reporting.run_folder import RunFolder
     from gspo.reporting.trackers import check_trackers
 
     if resume is not None:
@@ -153,16 +154,12 @@ def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | No
         if path is None:
             raise BadInputError("CONFIG.toml: missing; give a config file, or a run to go on with: --resume RUN")
         config = load_config(path, overrides)
-        if config.run.name is None:
-            run = config.run.model_copy(update={"name": free_name(config.run.dir, path.stem)})
-            config = config.model_copy(update={"run": run})
-        folder = RunFolder(config.run.dir / str(config.run.name))
-        folder.check_free()
+        folder = RunFolder.planned(config, default_name=path.stem)
+        run = config.run.model_copy(update={"name": folder.path.name})
+        config = config.model_copy(update={"run": run})
     check_trackers(config.tracking)
     if dry_run:
         return _dry_run(config)
-    if resume is not None and overrides:
-        folder.write_config(config)
     from gspo.training.loop import train
 
     try:
@@ -221,6 +218,8 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
 
     if arguments.samples < 1:
         raise BadInputError(f"--samples: found {arguments.samples}, should be 1 or more")
+    if arguments.temperature is not None and not 0 <= arguments.temperature < math.inf:
+        raise BadInputError(f"--temperature: found {arguments.temperature}, should be 0 (greedy) or more")
     config = evaluation_config(
         arguments.model,
         arguments.task,

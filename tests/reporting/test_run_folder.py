@@ -29,6 +29,17 @@ def test_a_taken_name_is_refused_and_says_how_to_go_on(tmp_path: Path) -> None:
         RunFolder.create(config(tmp_path, "first"))
 
 
+def test_a_place_that_cannot_hold_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(BadInputError, match=r"run\.dir: .*runs is no folder that can be written to"):
+        RunFolder.planned(config(tmp_path, "first"))
+
+
+def test_a_planned_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert RunFolder.planned(config(tmp_path, "first")).path == tmp_path / "runs" / "first"
+    assert not (tmp_path / "runs").exists()
+
+
 def test_unnamed_runs_never_share_a_folder(tmp_path: Path) -> None:
     runs = [RunFolder.create(config(tmp_path), default_name="my config") for _ in range(3)]
     assert len({run.path for run in runs}) == 3

@@ -11,6 +11,8 @@ import gspo.training.loop as loop
 from gspo.config import build_config
 from gspo.errors import BadInputError, GspoError
 from gspo.reporting.journal import read_rollouts
+from gspo.reporting.run_folder import RunFolder
+from gspo.training.checkpoint import OPTIMIZER, STATE
 from tests.policy.tiny import save_tiny
 from tests.training.tiny_task import early_words
 
@@ -126,7 +128,43 @@ def test_a_failing_reward_costs_its_rollout_alone_until_too_many_fail(folder, tm
         loop.train(settings(folder, tmp_path, "failing"), reward=always_fails)
 
 
-def test_too_few_prompts_is_said_at_once(folder, tmp_path):
-    config = settings(folder, tmp_path, task={"parameters": {"count": 8}})
-    with pytest.raises(BadInputError, match=r"rollout\.prompts = 4: the task has only 2"):
-        loop.train(config, reward=early_words)
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"task": {"parameters": {"count": 8}}}, r"rollout\.prompts = 4: the task has only 2"),
+        (
+            {"objective": {"dual_clip": 1.04}},
+            r"objective\.dual_clip = 1\.04: .* must exceed .* 1\.05",
+        ),
+        ({"run": {"dir": __file__}}, r"run\.dir: .*test_loop\.py is no folder"),
+    ],
+)
+def test_what_needs_no_model_is_said_before_one_loads(folder, tmp_path, monkeypatch, sections, line):
+    monkeypatch.setattr("gspo.training.run.load_policy", None)
+    with pytest.raises(BadInputError, match=line):
+        loop.train(settings(folder, tmp_path, **sections), reward=early_words)
+
+
+def test_a_resume_keeps_changed_settings_once_they_work(folder, tmp_path):
+    run = loop.train(settings(folder, tmp_path, training={"steps": 1}), reward=early_words).run
+    before = (run / "config.json").read_bytes()
+    with pytest.raises(BadInputError, match=r"rollout\.prompts = 40"):
+        loop.train(settings(folder, tmp_path, rollout={"prompts": 40}), reward=early_words, resume=run)
+    assert (run / "config.json").read_bytes() == before
+    changed = settings(folder, tmp_path, training={"steps": 2})
+    loop.train(changed, reward=early_words, resume=run)
+    assert RunFolder.open(run).read_config() == changed
+
+
+@pytest.mark.parametrize("name", [STATE, OPTIMIZER])
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_damaged_checkpoint_is_one_line(folder, tmp_path, name, content):
+    config = settings(folder, tmp_path, training={"steps": 1})
+    file = loop.train(config, reward=early_words).checkpoint / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(BadInputError) as caught:
+        loop.train(config, reward=early_words, resume=tmp_path / "run")
+    assert str(caught.value).startswith(f"{file}: cannot be read (")
+    assert "\n" not in str(caught.value)

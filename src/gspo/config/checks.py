@@ -147,13 +147,11 @@ def _of_the_data(config: Config) -> list[str]:
 
 
 def _of_evaluation(config: Config) -> list[str]:
-    evaluation = config.evaluation
-    if evaluation.temperature > 0:
-        return []
-    found = []
-    if evaluation.samples > 1:
+    evaluation, found = config.evaluation, []
+    greedy = evaluation.temperature == 0
+    if greedy and evaluation.samples > 1:
         found.append("evaluation.samples > 1 with evaluation.temperature = 0: greedy responses are all the same")
-    if evaluation.top_p < 1 or evaluation.top_k > 0 or evaluation.min_p > 0:
+    if greedy and (evaluation.top_p < 1 or evaluation.top_k > 0 or evaluation.min_p > 0):
         found.append(
             "evaluation.top_p, top_k and min_p have no effect with evaluation.temperature = 0: greedy takes the most "
             "likely token"

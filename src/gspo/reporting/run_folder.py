@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,29 +33,37 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, *, default_name: str = "run") -> RunFolder:
-        """Makes the folder of a new run and writes its config.
-
-        The name is `run.name`, or `default_name` and the time. Raises BadInputError where that is taken.
-        """
-        run = cls(config.run.dir / (config.run.name or free_name(config.run.dir, default_name)))
-        run.check_free()
-        run.rollouts.mkdir(parents=True)
-        run.checkpoints.mkdir()
-        run.write_config(config)
+        """Makes the folder of a new run and writes its config; see `planned`."""
+        run = cls.planned(config, default_name=default_name)
+        run.make(config)
         return run
 
-    def check_free(self) -> None:
-        """Raises BadInputError where something lies at the path of a new run."""
-        if self.path.exists():
-            raise BadInputError(
-                f"run.name: {self.path} exists; choose another name, or go on with --resume {self.path}"
-            )
+    @classmethod
+    def planned(cls, config: Config, *, default_name: str = "run") -> RunFolder:
+        """Where a new run will lie; makes nothing yet.
+
+        The name is `run.name`, or `default_name` and the time. Raises BadInputError where that is taken, or where
+        `run.dir` cannot be written to.
+        """
+        run = cls(config.run.dir / (config.run.name or free_name(config.run.dir, default_name)))
+        if run.path.exists():
+            raise BadInputError(f"run.name: {run.path} exists; choose another name, or go on with --resume {run.path}")
+        above = next(folder for folder in run.path.absolute().parents if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            raise BadInputError(f"run.dir: {above} is no folder that can be written to; give another")
+        return run
+
+    def make(self, config: Config) -> None:
+        """Makes the folder of a new run and writes its config."""
+        self.rollouts.mkdir(parents=True)
+        self.checkpoints.mkdir()
+        self.write_config(config)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The folder of a run that was started before. Raises BadInputError if it is none."""
         if not cls.is_run(path):
-            raise BadInputError(f"{path}: not the folder of a run (no config.json and checkpoints/ in it)")
+            raise BadInputError(f"{path}: not the folder of a run (no config.json of one and checkpoints/ in it)")
         return cls(path)
 
     @classmethod

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -70,12 +71,31 @@ def _write(folder: Path, final: Path, policy: Policy, learner: Learner, state: T
     os.replace(partial, final)
 
 
-def load_trainer_state(checkpoint: Path, policy: Policy, learner: Learner) -> TrainState:
-    """Puts the optimizer back and returns the state; the weights were loaded with the policy."""
-    state = TrainState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
-    load_optimizer_tensors(learner.optimizer, _names(policy), load_file(checkpoint / OPTIMIZER))
-    learner.version = state.version
-    return state
+def read_state(checkpoint: Path) -> TrainState:
+    """Where the run stood. Raises BadInputError for a damaged file."""
+    try:
+        return TrainState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(checkpoint / STATE, error) from None
+
+
+def load_optimizer(checkpoint: Path, policy: Policy, learner: Learner, version: int) -> None:
+    """Puts the optimizer back, `version` updates made; the weights were loaded with the policy.
+
+    Raises BadInputError for a damaged file.
+    """
+    try:
+        tensors = load_file(checkpoint / OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(checkpoint / OPTIMIZER, error) from None
+    load_optimizer_tensors(learner.optimizer, _names(policy), tensors)
+    learner.version = version
+
+
+def _damaged(file: Path, error: Exception) -> BadInputError:
+    return BadInputError(
+        f"{file}: cannot be read ({error}); remove {file.parent} to go on from the checkpoint before it"
+    )
 
 
 def latest_checkpoint(run: Path) -> Path:

@@ -7,12 +7,12 @@ from contextlib import closing
 from typing import Any
 
 from gspo.config import Config
-from gspo.errors import BadInputError
 from gspo.policy.load import Preview, preview_policy
 from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import load_rows
-from gspo.training.run import largest_micro_batch, max_prompt_tokens
+from gspo.training.clip_range import clip_range
+from gspo.training.run import check_prompts, largest_micro_batch, max_prompt_tokens
 
 GB = 1e9
 
@@ -22,7 +22,9 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
 
     Raises BadInputError for what would stop the run before its first step, except a lack of memory, which is told.
     """
+    clip_range(config.objective)
     rows = load_rows(config.task, seed=config.run.seed)
+    check_prompts(config, rows)
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         warnings = config.warnings() + rewards.validate(rows.train)
         names = rewards.names
@@ -38,11 +40,6 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
     )
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
-    if len(task.train) < config.rollout.prompts:
-        raise BadInputError(
-            f"rollout.prompts = {config.rollout.prompts}: the task has only {len(task.train)} distinct training "
-            "prompts; lower it, hold out fewer, or give more data"
-        )
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]
 
 

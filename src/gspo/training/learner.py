@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gspo.config import Config
 from gspo.distributed.world import World
-from gspo.objectives import CLIP_RANGES, LOSSES, Totals, kl_k3, token_mean
+from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
 from gspo.policy.layout import LayoutKind, TokenLayout
 from gspo.policy.model import Policy
 from gspo.policy.route_checks import Routes
 from gspo.policy.sampled_routes import prompt_routes_agree, sampled_routes
+from gspo.training.clip_range import clip_range
 from gspo.training.optimizer import learning_rate, make_optimizer
 from gspo.training.update_metrics import UpdateMetrics
 from gspo.types import Batch, Scores
@@ -56,9 +57,7 @@ class Learner:
         self.optimizer = make_optimizer(policy.trainable_parameters(), config.optimizer)
         self._objective = LOSSES[config.objective.name]
         self._records = config.routing.replay == "old"
-        low, high = CLIP_RANGES[config.objective.name]
-        self.clip_low = low if config.objective.clip_low is None else config.objective.clip_low
-        self.clip_high = high if config.objective.clip_high is None else config.objective.clip_high
+        self.clip_low, self.clip_high = clip_range(config.objective)
         self._options = {} if config.objective.dual_clip is None else {"dual_clip": config.objective.dual_clip}
 
     def prepare(self, batch: Batch, metrics: UpdateMetrics) -> list[MiniBatch]:

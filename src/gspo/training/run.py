@@ -18,7 +18,8 @@ from gspo.rollout.engine import Engine
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
-from gspo.training.checkpoint import TrainState, latest_checkpoint, load_trainer_state, save_checkpoint
+from gspo.training.checkpoint import TrainState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
+from gspo.training.clip_range import clip_range
 from gspo.training.collect import Collected, Collector
 from gspo.training.engine import start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
@@ -34,8 +35,12 @@ class Run:
     def __init__(self, config: Config, functions: Sequence[RewardFunction], resume: Path | None) -> None:
         self.config = config
         self.world = World()
+        self.folder = RunFolder.planned(config) if resume is None else RunFolder.open(resume)
         checkpoint = None if resume is None else latest_checkpoint(resume)
+        self.state = TrainState() if checkpoint is None else read_state(checkpoint)
+        clip_range(config.objective)
         rows = load_rows(config.task, seed=config.run.seed)
+        check_prompts(config, rows)
         self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
         try:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
@@ -47,17 +52,18 @@ class Run:
                 max_prompt_tokens=max_prompt_tokens(config, self.policy.context_length),
                 rows=rows,
             )
-            self._check_prompts()
             self.learner = Learner(self.policy, config, world=self.world)
-            self.state = (
-                TrainState() if checkpoint is None else load_trainer_state(checkpoint, self.policy, self.learner)
-            )
+            if checkpoint is not None:
+                load_optimizer(checkpoint, self.policy, self.learner, self.state.version)
             self.engine: Engine = make_engine(self.policy, config, self.state.version)
             stream = PromptStream(self.task.train, config.run.seed, self.state.cursor)
             self.collector = Collector(
                 stream, self.engine, self.rewards, config, training_sampling(config, self.policy)
             )
-            self.folder = RunFolder.create(config) if resume is None else RunFolder.open(resume)
+            if resume is None:
+                self.folder.make(config)
+            else:
+                self.folder.write_config(config)
             self.recorder = Recorder(
                 config, self.folder, resume_step=None if resume is None else self.state.step, world=self.world
             )
@@ -125,13 +131,6 @@ class Run:
         self.rewards.close()
         self.recorder.close()
 
-    def _check_prompts(self) -> None:
-        if len(self.task.train) < self.config.rollout.prompts:
-            raise BadInputError(
-                f"rollout.prompts = {self.config.rollout.prompts}: the task has only {len(self.task.train)} distinct "
-                "training prompts; lower it, hold out fewer, or give more data"
-            )
-
     def _description(self) -> list[str]:
         scorer, layout = self.policy.scorer, self.policy.layout_kind
         precision = "float32" if scorer.autocast is None else f"{str(scorer.autocast).removeprefix('torch.')} autocast"
@@ -143,6 +142,15 @@ class Run:
             *self.policy.notes,
             *self.task.notes,
         ]
+
+
+def check_prompts(config: Config, rows: Rows) -> None:
+    """Raises BadInputError where a step would need more prompts than there are."""
+    if len(rows.train) < config.rollout.prompts:
+        raise BadInputError(
+            f"rollout.prompts = {config.rollout.prompts}: the task has only {len(rows.train)} distinct training "
+            "prompts; lower it, hold out fewer, or give more data"
+        )
 
 
 def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Policy:
