@@ -7,6 +7,14 @@ import pytest
 from gspo.training.interrupts import uninterrupted
 
 
+@pytest.fixture(autouse=True)
+def default_handler():
+    """As in a terminal, however the tests themselves were started."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_ctrl_c_waits_for_the_end_of_the_block():
     reached = []
 
@@ -19,6 +27,13 @@ def test_ctrl_c_waits_for_the_end_of_the_block():
         block()
     assert reached == ["after the signal"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_ctrl_c_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_an_error_inside_is_not_hidden_by_a_signal():

@@ -12,8 +12,12 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Holds Ctrl-C back until the block is done, then raises KeyboardInterrupt.
 
-    Outside the main thread signals are not delivered, and the block simply runs.
+    Outside the main thread signals are not delivered, and a process that was started with Ctrl-C ignored (in the
+    background) stays so: there the block simply runs.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield
+        return
     received: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
