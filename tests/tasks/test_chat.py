@@ -8,7 +8,9 @@ import pytest
 
 from gspo.config import MultiTurnTask
 from gspo.errors import BadInputError
+from gspo.tasks.calculator import Calculator
 from gspo.tasks.chat import Chat, TemplateError
+from gspo.tasks.multi_turn import ToolCall
 from tests.tasks.chat_templates import FAMILIES, QWEN3, SMOLLM2, family_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -140,3 +142,18 @@ def test_tools_without_a_place_in_the_template_stand_in_the_system_message() -> 
     assert rest == [USER]
     assert make_chat("smollm2", (add,)).opening("hi")[0]["role"] == "system"
     assert make_chat("smollm2", (add,), QWEN3).opening("hi") == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "smollm2"])
+def test_an_example_of_a_call_stands_in_the_prompt_in_the_form_that_calls_are_read_in(family: str) -> None:
+    environment = Calculator()
+    opening: Any = environment.reset({"question": "What is 1 plus 1?", "answer": "2"})
+    chat = make_chat(family, environment.tools)
+    chat.check(opening)
+    assert chat.call_format is not None
+    prompt = chat.render(chat.opening(opening))
+    start = prompt.index("30 plus 4")
+    before = prompt[start : prompt.index("1 plus 1")]
+    said = before.split("assistant<|end_header_id|>\n\n" if family == "llama3" else "<|im_start|>assistant\n")[1]
+    assert chat.call_format.calls(said) == (ToolCall("calculate", {"expression": "30 + 4"}),)
+    assert "34" in before

@@ -56,6 +56,10 @@ def test_a_run_of_conversations_is_recorded_turn_by_turn_and_resumes_to_the_same
     assert any(-1 in r.turns for r in rollouts)
     metrics = lines(whole.run / "metrics.jsonl")
     assert metrics[0]["sums"]["response/length"][0] == sum(sum(r.trainable) for r in seen[0].rollouts)
+    reached = [r.turn_rewards for r in seen[0].rollouts]
+    assert metrics[0]["sums"]["conversation/turns"] == [sum(map(len, reached)), 16]
+    second = [rewards[1] for rewards in reached if len(rewards) > 1]
+    assert metrics[0]["sums"]["conversation/turn_reward/1"] == [pytest.approx(sum(second)), len(second)]
     assert max(m["mismatch/token_max"] for m in metrics) < 1e-4
 
     class Stop(Exception):  # noqa: N818

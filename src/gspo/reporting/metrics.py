@@ -48,6 +48,8 @@ METRICS: Mapping[str, str] = {
     "response/length": "Trainable tokens, mean over kept rollouts.",
     "response/length_max": "Trainable tokens of the longest kept rollout.",
     "response/truncated": "Rollouts cut at `rollout.max_tokens`, over kept rollouts.",
+    "conversation/turns": "Turns of the policy, mean over the kept rollouts of a multi-turn task.",
+    "conversation/turn_reward/<n>": "Reward of turn n (from 0), mean over the kept rollouts that reached it.",
     "policy/entropy": "Entropy of the policy before the update, in nats, mean over trainable tokens.",
     "policy/kl": "KL to the reference policy (k3 estimate), mean over trainable tokens; with `objective.kl_weight`.",
     "mismatch/token": "|sampler - training engine| log-prob before the update, in nats, mean over trainable tokens.",

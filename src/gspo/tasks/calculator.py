@@ -32,12 +32,14 @@ def calculate(expression: str) -> str:
 
 class Calculator:
     """One sum, difference or product. A turn whose call is answered without an error earns `call_reward`, once; the
-    right last number in a turn without a call earns 1 and ends the conversation, right or wrong."""
+    right last number in a turn without a call earns 1 and ends the conversation, right or wrong. With `example` the
+    conversation begins with a solved question, without which a small model never calls."""
 
     tools = (calculate,)
 
-    def __init__(self, call_reward: float = 0.2) -> None:
+    def __init__(self, call_reward: float = 0.2, example: bool = True) -> None:
         self._call_reward = call_reward
+        self._example = example
         self._answer = Decimal(0)
 
     @staticmethod
@@ -53,10 +55,9 @@ class Calculator:
         return rows
 
     def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The first message."""
+        """The first messages."""
         self._answer = Decimal(row["answer"])
-        text = f"{row['question']} Call the calculator, then answer with the result only."
-        return [{"role": "user", "content": text}]
+        return [*(_example() if self._example else ()), _asked(row["question"])]
 
     def step(self, response: Response) -> Observation:
         """Runs the calls of a turn, or judges the answer."""
@@ -71,3 +72,18 @@ class Calculator:
     def _is_right(self, text: str) -> bool:
         numbers = re.findall(_NUMBER, text)
         return bool(numbers) and Decimal(numbers[-1]) == self._answer
+
+
+def _asked(question: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"{question} Call the calculator, then answer with the result only."}
+
+
+def _example() -> list[dict[str, Any]]:
+    function = {"name": calculate.__name__, "arguments": {"expression": "30 + 4"}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    return [
+        _asked("What is 30 plus 4?"),
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": calculate.__name__, "tool_call_id": "call00000", "content": calculate("30 + 4")},
+        {"role": "assistant", "content": "34"},
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 from gspo.errors import BadInputError
 from gspo.imports import describe
 from gspo.tasks.sources import TaskSettings
-from gspo.tasks.tools import CallFormat, instructions, learn_call_format, tool_schemas
+from gspo.tasks.tools import CallFormat, instructions, learn_call_format, spelled_out, tool_schemas
 
 _REPLY = "gspo7reply7stands7here"
 _THOUGHT = "gspo7thought7stands7here"
@@ -50,6 +50,7 @@ class Chat:
         else:
             messages = [dict(message) for message in content]
         if self.schemas and not self._shows_tools:
+            messages = [spelled_out(message) for message in messages]
             text = instructions(self.schemas)
             if messages[0]["role"] == "system":
                 messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}

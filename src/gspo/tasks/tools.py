@@ -41,6 +41,17 @@ def instructions(schemas: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def spelled_out(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls stand in its text, in the form that `instructions` describes."""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [
+        f"<tool_call>{json.dumps({'name': f['name'], 'arguments': f['arguments']})}</tool_call>" for f in functions
+    ]
+    text = "\n".join([*([message["content"]] if message["content"] else []), *calls])
+    kept = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**kept, "content": text} if calls else message
+
+
 @dataclass(frozen=True, slots=True)
 class CallFormat:
     """How calls stand in a response: JSON, an object or a list of them, behind `marker` (at the start if empty)."""

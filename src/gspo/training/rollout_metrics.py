@@ -39,10 +39,23 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, Metric]:
             "reward/max": max(rewards),
             "response/length_max": max(lengths),
         }
+    metrics |= _turn_metrics([rollout.turn_rewards for rollout in kept if rollout.turn_rewards is not None])
     for name in sorted({name for rollout in kept for name in rollout.rewards}):
         values = [value for rollout in kept if (value := rollout.rewards.get(name)) is not None]
         metrics[f"reward/function/{name}"] = Ratio(sum(values), len(values))
     return metrics
+
+
+def _turn_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, Metric]:
+    """Figures of conversations, from the rewards of each one's turns."""
+    if not rewards:
+        return {}
+    longest = max(map(len, rewards))
+    by_turn = [[of_one[turn] for of_one in rewards if turn < len(of_one)] for turn in range(longest)]
+    return {
+        "conversation/turns": Ratio(sum(map(len, rewards)), len(rewards)),
+        **{f"conversation/turn_reward/{n}": Ratio(sum(values), len(values)) for n, values in enumerate(by_turn)},
+    }
 
 
 def _group_std(groups: Sequence[Sequence[Rollout]]) -> Ratio:
