@@ -141,13 +141,15 @@ class Scores:
     """What a forward pass says of each response token, gathered per rollout; 0 where the mask is False.
 
     `routes`, where they were recorded, map a router's name to the experts [N, K] of the fed tokens, in the order
-    of the forward.
+    of the forward. `agreement`, where routes were replayed, maps it to the share of the forced choices that the
+    current router would have made by itself.
     """
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     routes: Mapping[str, Tensor] | None = None
+    agreement: Mapping[str, float] | None = None
 
 
 @dataclass(slots=True)

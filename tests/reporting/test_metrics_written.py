@@ -15,13 +15,14 @@ def test_the_list_of_metrics_is_what_runs_write(tmp_path: Path) -> None:
     function = "tests.training.tiny_task:early_words"
     config = build_config(
         {
-            "model": {"path": str(save_tiny(tmp_path / "model", scale=2.0))},
+            "model": {"path": str(save_tiny(tmp_path / "model", "qwen3_moe", scale=2.0))},
             "task": {"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 4},
             "reward": {"functions": [{"function": function}]},
             "run": {"dir": str(tmp_path)},
             "rollout": {"prompts": 2, "group_size": 4, "max_tokens": 4},
             "training": {"steps": 1, "minibatches": 2},
             "objective": {"kl_weight": 0.1},
+            "routing": {"replay": "old", "load_balancing_weight": 0.01},
             "evaluation": {"samples": 2, "temperature": 1.0},
         }
     )

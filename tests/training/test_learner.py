@@ -278,3 +278,31 @@ def test_a_minibatch_whose_rollouts_were_all_dropped_is_skipped(folder):
     assert (metrics["optimizer/skipped"], metrics["optimizer/updates"]) == (1, 3)
     nothing = [[dataclasses.replace(r, reward=None, dropped="x") for r in g] for g in groups]
     assert run_update(make_learner(folder, config), nothing)["optimizer/skipped"] == 4
+
+
+def emptied(groups, number):
+    """The groups with the responses of one of them cut to nothing."""
+    empty = {"response_ids": (), "sampler_logprobs": (), "trainable": ()}
+    groups = list(groups)
+    groups[number] = [dataclasses.replace(r, **empty) for r in groups[number]]
+    return groups
+
+
+@pytest.mark.parametrize("sections", [{}, {"objective": {"kl_weight": 0.1}}])
+def test_a_micro_batch_of_empty_responses_changes_nothing(folder, sections):
+    """Cut apart from the others, the empty responses make a micro-batch without a forward pass."""
+    found = []
+    for tokens in (30, 10_000):
+        config = settings(training={"minibatches": 2, "micro_batch_tokens": tokens}, **sections)
+        learner = make_learner(folder, config)
+        batch = make_batch(emptied(rewarded(), 0), config)
+        if tokens == 30:
+            micro = [m for m in learner.prepare(batch, UpdateMetrics())[0].micro_batches if not m.batch.mask.any()]
+            assert len(micro) == 1
+            assert len(micro[0].batch) == 3
+        found.append((run_update(learner, emptied(rewarded(), 0)), list(learner.policy.model.parameters())))
+    (apart, mine), (together, others) = found
+    assert apart["optimizer/updates"] == together["optimizer/updates"] == 2
+    assert apart["objective/loss"].value == pytest.approx(together["objective/loss"].value, abs=1e-6)
+    for a, b in zip(mine, others, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=0)

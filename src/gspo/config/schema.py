@@ -171,12 +171,23 @@ class LikelihoodsConfig(Section):
 
 
 class RoutingConfig(Section):
-    """Routing Replay for Mixture-of-Experts policies."""
+    """Mixture-of-Experts policies: Routing Replay, the balance of experts, and what is measured of both."""
 
     replay: Literal["off", "old", "sampler"] = Field(
         "off",
         description="Experts of the update: the router's own (`off`), those of the old policy (`old`, the paper's "
         "Routing Replay), or those that the inference engine used (`sampler`).",
+    )
+    figures_every: int = Field(
+        10,
+        ge=0,
+        description="Measure how routing changes in the first and every so many steps, by forward passes without "
+        "gradients over one mini-batch; 0: never. Nothing is measured of a dense model.",
+    )
+    load_balancing_weight: NonNegative = Field(
+        0.0,
+        description="Weight of the auxiliary load-balancing loss over the response tokens of a mini-batch. 0: not "
+        "computed. Without replay it costs one more forward pass without gradients.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micr
 from gspo.policy.memory import MemoryEstimate
 from gspo.policy.route_checks import Routes
 from gspo.policy.routing import record_routing, replay_routing
+from gspo.policy.sampled_routes import padding_rows
 from gspo.types import Rollout, Scores
 
 
@@ -131,13 +132,13 @@ class Policy:
         """Scores with gradients. Call `backward` inside: recomputed layers need the layout and routes once more.
 
         `routes` (layer -> [N, K], in the order of this layout) are forced on a Mixture-of-Experts model; `record`
-        puts those that it chose into `Scores.routes`, complete when the context has ended.
+        puts those that it chose into `Scores.routes`. Routes and agreement are complete when the context has ended.
 
         >>> with policy.forward(layout, temperature=1.0) as scores:  # doctest: +SKIP
         ...     loss(scores.logprobs).backward()
         """
-        with self.scorer.attending(layout), _routing(self.model, layout, routes, record) as recorded:
-            yield replace(_score(self.scorer, layout, temperature, entropy, support), routes=recorded)
+        with self.scorer.attending(layout), _routing(self.model, layout, routes, record) as routing:
+            yield replace(_score(self.scorer, layout, temperature, entropy, support), **routing)
 
     @torch.no_grad()
     def score(
@@ -178,23 +179,19 @@ class Policy:
         return split_micro_batches(rollouts, max_tokens, kind or self.layout_kind)
 
 
-def _routing(
-    model: Any, layout: TokenLayout, routes: Routes | None, record: bool
-) -> AbstractContextManager[dict[str, Tensor] | None]:
-    if len(layout.source) == 0:  # nothing is scored, so that no forward runs
-        return nullcontext()
-    if record:
-        return record_routing(model)
-    if routes is None:
-        return nullcontext()
-    padding = ~layout.attention_mask.flatten()
-    return _replayed(model, routes, padding if layout.kind == "padded" else None)
-
-
 @contextmanager
-def _replayed(model: Any, routes: Routes, native_rows: Tensor | None) -> Iterator[None]:
-    with replay_routing(model, routes, native_rows=native_rows):
-        yield
+def _routing(model: Any, layout: TokenLayout, routes: Routes | None, record: bool) -> Iterator[dict[str, Any]]:
+    """Routes the forward as asked; yields what `Scores` says of it."""
+    if len(layout.source) == 0:  # nothing is scored, so that no forward runs
+        yield {}
+    elif record:
+        with record_routing(model) as recorded:
+            yield {"routes": recorded}
+    elif routes is not None:
+        with replay_routing(model, routes, native_rows=padding_rows(layout)) as proof:
+            yield {"agreement": proof.agreement}
+    else:
+        yield {}
 
 
 def _score(

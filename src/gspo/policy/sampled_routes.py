@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from jaxtyping import Bool
+from torch import Tensor
 
 from gspo.policy.layout import TokenLayout, by_slot
 from gspo.policy.route_checks import Routes, RoutingError
@@ -31,6 +33,11 @@ def sampled_routes(layout: TokenLayout, rollouts: Sequence[Rollout]) -> Routes:
     except (KeyError, ValueError) as error:
         raise RoutingError(f"routing.replay: routes that do not fit the rollouts ({error})") from None
     return {name: torch.from_numpy(rows).to(layout.input_ids.device) for name, rows in placed.items()}
+
+
+def padding_rows(layout: TokenLayout) -> Bool[Tensor, "N"] | None:
+    """True on the rows of a forward that are padding, which a replay leaves to the router; None without any."""
+    return ~layout.attention_mask.flatten() if layout.kind == "padded" else None
 
 
 def prompt_routes_agree(rollouts: Sequence[Rollout]) -> bool:

@@ -67,6 +67,24 @@ METRICS: Mapping[str, str] = {
     "clip/{sequence,token}_{outside,removed}_{low,high}": "The part of it on one side of the range.",
     "clip/{sequence,token}_{outside,removed}_{low,high}_{negative,zero,positive,mixed}": "The part of that with one "
     "sign of the advantage (`mixed`: a sequence whose tokens differ); the parts add up to the whole.",
+    "routing/agreement": "Experts that replay forced and the router of the moment would have chosen too, over those "
+    "forced, mean over layers and the forward passes of the updates; with `routing.replay`.",
+    "routing/agreement_min": "The smallest such share of a layer in one forward pass.",
+    "routing/load_balancing": "Auxiliary load-balancing loss before its weight, mean over updates (K where experts are "
+    "used alike); with `routing.load_balancing_weight`.",
+    "routing/changed_{first,last}": "Experts that a router, left to itself, no longer chooses after the step's first "
+    "(last) update, over those it chose under the old policy (1 - |A and B| / K, sets). This and all below: of the "
+    "last mini-batch's trainable tokens, in steps that `routing.figures_every` names.",
+    "routing/changed_{first,last}/<layer>": "The same in one layer.",
+    "routing/{token,sequence}_log_ratio_std_{native,replayed}": "Standard deviation of the token (length-normalised "
+    "sequence) log-ratios after the step's last update / old, in nats, with the routers left to themselves and with "
+    "the old policy's experts forced, whichever the updates used.",
+    "routing/entropy": "Entropy of the softmax of the router logits under the old policy, in nats, mean over tokens "
+    "and layers.",
+    "routing/entropy/<layer>": "The same in one layer.",
+    "routing/load_max/<layer>": "Choices of the busiest expert over the mean of all experts, under the old policy (1 "
+    "where experts are used alike).",
+    "routing/unused": "Experts that no token chose under the old policy, over all experts of all layers.",
     "optimizer/gradient_norm": "Norm of the gradient before it is clipped, mean over the updates of the step.",
     "optimizer/learning_rate": "Learning rate of the step's last update.",
     "optimizer/updates": "Updates made in the step.",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,32 +12,17 @@ from torch import Tensor
 from gspo.config import Config
 from gspo.distributed.world import World
 from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
-from gspo.policy.layout import LayoutKind, TokenLayout
+from gspo.policy.layout import LayoutKind
 from gspo.policy.model import Policy
-from gspo.policy.route_checks import Routes
+from gspo.policy.routing_probe import why_unobservable
 from gspo.policy.sampled_routes import prompt_routes_agree, sampled_routes
 from gspo.training.clip_range import clip_range
+from gspo.training.load_balancing import load_balancing, observed
+from gspo.training.minibatch import MicroBatch, MiniBatch
 from gspo.training.optimizer import learning_rate, make_optimizer
+from gspo.training.routing_metrics import routing_metrics
 from gspo.training.update_metrics import UpdateMetrics
 from gspo.types import Batch, Scores
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """What one forward and backward pass holds; `routes` are the experts to replay, in the order of the layout."""
-
-    batch: Batch
-    layout: TokenLayout
-    routes: Routes | None = None
-
-
-@dataclass(slots=True)
-class MiniBatch:
-    """The rollouts of one optimizer update, with the denominators of its loss."""
-
-    number: int
-    micro_batches: list[MicroBatch]
-    totals: Totals
 
 
 class Learner:
@@ -57,6 +41,7 @@ class Learner:
         self.optimizer = make_optimizer(policy.trainable_parameters(), config.optimizer)
         self._objective = LOSSES[config.objective.name]
         self._records = config.routing.replay == "old"
+        self._measures_routing = config.routing.figures_every > 0 and why_unobservable(policy.model) is None
         self.clip_low, self.clip_high = clip_range(config.objective)
         self._options = {} if config.objective.dual_clip is None else {"dual_clip": config.objective.dual_clip}
 
@@ -92,14 +77,20 @@ class Learner:
         """One optimizer update per mini-batch and epoch; `step` counts rollout batches from 1."""
         training = self.config.training
         total = training.steps * training.epochs * training.minibatches
+        routing = routing_metrics(self.policy, self.config, step, minibatches) if self._measures_routing else None
         for epoch in range(training.epochs):
             for minibatch in minibatches:
                 place = ((step - 1) * training.epochs + epoch) * training.minibatches + minibatch.number
                 rate = learning_rate(self.config.optimizer, place, total)
                 fresh = epoch == 0 and minibatch is minibatches[0]
                 self._apply(minibatch, rate, fresh, metrics)
+                if fresh and routing is not None:
+                    routing.after("first")
                 if fresh and step == 1 and self.config.objective.name in ("gspo", "gspo_token"):
                     metrics.judge_clip_range(self.clip_low, self.clip_high)
+        if routing is not None:
+            routing.after("last")
+            metrics.routing = routing.as_metrics()
 
     def _cut(self, batch: Batch) -> Iterable[MiniBatch]:
         size = self.config.rollout.prompts // self.config.training.minibatches
@@ -129,24 +120,35 @@ class Learner:
         return kind
 
     def _has_effect(self, minibatch: MiniBatch) -> bool:
-        if self.config.objective.kl_weight > 0 and minibatch.totals.tokens > 0:
+        weights = self.config.objective.kl_weight, self.config.routing.load_balancing_weight
+        if any(weights) and minibatch.totals.tokens > 0:
             return True
         return any(bool((_by_token(m.batch.advantages, m.batch.mask) != 0).any()) for m in minibatch.micro_batches)
 
     def _apply(self, minibatch: MiniBatch, rate: float, fresh: bool, metrics: UpdateMetrics) -> None:
         """One optimizer update. `fresh`: the weights are still those that define the old policy."""
         self.optimizer.zero_grad(set_to_none=True)
+        balance = load_balancing(self.policy, minibatch, self.config, self.world)
         for micro in minibatch.micro_batches:
-            with self.policy.forward(
-                micro.layout,
-                temperature=self.config.rollout.temperature,
-                routes=micro.routes,
-                record=self._records and micro.routes is None,
-            ) as scores:
+            with (
+                observed(self.policy, micro.layout, balance) as logits,
+                self.policy.forward(
+                    micro.layout,
+                    temperature=self.config.rollout.temperature,
+                    routes=micro.routes,
+                    record=self._records and micro.routes is None,
+                ) as scores,
+            ):
                 if micro.batch.old_logprobs is None:
                     micro.batch.old_logprobs = scores.logprobs.detach()
-                torch.autograd.backward(self._loss(scores, micro.batch, minibatch.totals, metrics))
+                loss = self._loss(scores, micro.batch, minibatch.totals, metrics)
+                if balance is not None and logits is not None:
+                    part = balance.part(logits, micro.layout)
+                    loss = loss + balance.weight * part
+                    metrics.load_balancing(part, balance.weight)
+                torch.autograd.backward(loss)
             micro.routes = scores.routes or micro.routes
+            metrics.replayed(scores, micro.layout.fed_tokens)
             if fresh:
                 metrics.mismatch(scores, micro.batch)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.max_grad_norm))

@@ -24,6 +24,7 @@ from gspo.training.collect import Collected, Collector
 from gspo.training.engine import start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
 from gspo.training.learner import Learner
+from gspo.training.routing_checks import check_routing
 from gspo.types import Batch, Sampling
 
 RewardFunction = Callable[..., Any]
@@ -45,6 +46,7 @@ class Run:
         try:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             self.policy = load_trained_policy(config, checkpoint, rows)
+            check_routing(self.policy.model, config.routing)
             self.task: Task = load_task(
                 config.task,
                 self.policy.tokenizer,

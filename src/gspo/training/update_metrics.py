@@ -21,6 +21,7 @@ class UpdateMetrics:
         self.skipped = 0
         self.learning_rate: float | None = None
         self.warning: str | None = None
+        self.routing: dict[str, Metric] = {}
         self._differences: EngineDifferences | None = None
         self._stats: ObjectiveStats | None = None
         self._losses: list[Tensor] = []
@@ -30,6 +31,8 @@ class UpdateMetrics:
         self._kl: list[Tensor] = []
         self._token_mismatch: list[Tensor] = []
         self._sequence_mismatch: list[Tensor] = []
+        self._agreement: list[tuple[float, int]] = []
+        self._balance: list[Tensor] = []
 
     def mismatch(self, scores: Scores, batch: Batch) -> None:
         """Sampler against training engine, at the weights that sampled.
@@ -61,6 +64,15 @@ class UpdateMetrics:
         """The KL estimate [B, T] of one forward pass."""
         self._kl.append(per_token.detach()[batch.mask])
 
+    def load_balancing(self, part: Tensor, weight: float) -> None:
+        """One forward pass's part of the auxiliary loss, which the mini-batch's loss has `weight` times."""
+        self._balance.append(part.detach())
+        self._losses.append(weight * part.detach())
+
+    def replayed(self, scores: Scores, tokens: int) -> None:
+        """One forward pass of an update that is over; `tokens` were fed."""
+        self._agreement += [(share, tokens) for share in (scores.agreement or {}).values()]
+
     def update(self, gradient_norm: float, learning_rate: float) -> None:
         """One optimizer update, with the gradient's norm before it was scaled down."""
         self._norms.append(gradient_norm)
@@ -86,6 +98,14 @@ class UpdateMetrics:
             metrics["mismatch/token_max"] = float(torch.cat(self._token_mismatch).max())
         if self._kl:
             metrics["policy/kl"] = _mean(self._kl)
+        if self._agreement:
+            metrics["routing/agreement"] = Ratio(
+                sum(share * tokens for share, tokens in self._agreement), sum(tokens for _, tokens in self._agreement)
+            )
+            metrics["routing/agreement_min"] = min(share for share, _ in self._agreement)
+        if self._balance:
+            metrics["routing/load_balancing"] = Ratio(sum(float(part) for part in self._balance), updates)
+        metrics |= self.routing
         if self._stats is not None:
             metrics |= objective_metrics(self._stats, torch.cat(self._ratios))
         return metrics
