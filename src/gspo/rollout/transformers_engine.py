@@ -18,6 +18,7 @@ from gspo.errors import BadInputError
 from gspo.rollout.attention import grouped
 from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
 from gspo.rollout.decoding import Decoder, Prefix, float32_head
+from gspo.rollout.route_recording import RouteRecorder, recording
 from gspo.rollout.sampling import draw, uniforms
 from gspo.rollout.text import Ending
 from gspo.types import FinishReason, Prompt, Request, Rollout, Sampling, VersionSpan
@@ -33,6 +34,7 @@ class _Row:
     noise: NDArray[np.float64]
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routes: list[NDArray[np.int16]] = field(default_factory=list)
     text: str = ""
     finish: FinishReason | None = None
     dropped: str | None = None
@@ -53,7 +55,8 @@ class TransformersEngine:
 
     Each prompt is computed once for its samples. Rows that finish leave the batch at once and waiting ones take
     their place, up to `max_concurrent`: no padding is generated. Keys and values live as long as a call, so that
-    none outlives the weights it came from. `autocast_dtype` runs the forward passes in that type.
+    none outlives the weights it came from. `autocast_dtype` runs the forward passes in that type. `record_routes`
+    fills `Rollout.routes` with the experts that a Mixture-of-Experts model used; samples of a prompt share its.
 
     Text leaves out special tokens; stop strings are looked for in the text.
     """
@@ -65,11 +68,13 @@ class TransformersEngine:
         *,
         max_concurrent: int,
         autocast_dtype: torch.dtype | None = None,
+        record_routes: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_concurrent = max_concurrent
         self.autocast_dtype = autocast_dtype
+        self.record_routes = record_routes
         self.version = 0
         self._make_decoder: MakeDecoder | None = None
 
@@ -90,9 +95,14 @@ class TransformersEngine:
                 jobs.append(rows)
             for row in rows if problem else ():
                 row.finish, row.dropped = "error", problem
-                rollouts.append(self._rollout(row))
-        with _scoring(self.model), grouped(self.model), self._autocast():
-            rollouts += [self._rollout(row) for row in self._finished(jobs, sampling)]
+                rollouts.append(self._rollout(row, None))
+        with (
+            _scoring(self.model),
+            grouped(self.model),
+            self._autocast(),
+            recording(self.model, self.record_routes and any(jobs)) as recorder,
+        ):
+            rollouts += [self._rollout(row, recorder) for row in self._finished(jobs, sampling, recorder)]
         return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
@@ -121,7 +131,7 @@ class TransformersEngine:
             noise = uniforms(sampling.seed, request.step, request.slot, sample, count, turn=request.turn)
             yield _Row(request.prompt, request.slot, sample, noise)
 
-    def _finished(self, jobs: list[list[_Row]], sampling: Sampling) -> Iterator[_Row]:
+    def _finished(self, jobs: list[list[_Row]], sampling: Sampling, recorder: RouteRecorder | None) -> Iterator[_Row]:
         """Runs all rows; yields each as it finishes.
 
         Long prompts go first: neighbours in the queue are then of like length, and later rows fit into the
@@ -130,7 +140,7 @@ class TransformersEngine:
         if self._make_decoder is None:
             self._make_decoder = choose_decoder(self.model)
         places = min(self.max_concurrent, sum(map(len, jobs)))
-        queue = _Queue(self._make_decoder(places, sampling.max_tokens), jobs, places)
+        queue = _Queue(self._make_decoder(places, sampling.max_tokens), jobs, places, recorder)
         ending = Ending(self.tokenizer, sampling)
         rows: list[_Row] = []
         logits: Tensor | None = None
@@ -148,8 +158,11 @@ class TransformersEngine:
                 tokens = tokens[torch.tensor(kept, dtype=torch.long, device=tokens.device)]
                 rows = [rows[i] for i in kept]
             logits = queue.decoder.step(tokens) if rows else None
+            if recorder is not None and rows:
+                for row, routes in zip(rows, recorder.steps(len(rows)), strict=True):
+                    row.routes.append(routes)
 
-    def _rollout(self, row: _Row) -> Rollout:
+    def _rollout(self, row: _Row, recorder: RouteRecorder | None) -> Rollout:
         failed = row.finish == "error"
         ids = () if failed else tuple(row.ids)
         assert row.finish is not None
@@ -164,6 +177,7 @@ class TransformersEngine:
             policy_version=(VersionSpan(0, self.version),),
             text=row.text,
             dropped=row.dropped,
+            routes=None if failed or recorder is None else recorder.routes(row.routes),
         )
 
     @contextmanager
@@ -181,8 +195,11 @@ class TransformersEngine:
 class _Queue:
     """Prompts that wait, and those that are prefilled and wait for room."""
 
-    def __init__(self, decoder: Decoder, jobs: list[list[_Row]], max_concurrent: int) -> None:
+    def __init__(
+        self, decoder: Decoder, jobs: list[list[_Row]], max_concurrent: int, recorder: RouteRecorder | None
+    ) -> None:
         self.decoder = decoder
+        self.recorder = recorder
         self.max_concurrent = max_concurrent
         self.waiting = deque(sorted((job for job in jobs if job), key=lambda job: -len(job[0].prompt.ids)))
         self.ready: deque[tuple[Prefix, deque[_Row]]] = deque()
@@ -217,6 +234,10 @@ class _Queue:
         lengths = [len(self.waiting[i][0].prompt.ids) for i in range(wanted)]
         wave = [self.waiting.popleft() for _ in range(self.decoder.wave(lengths))]
         prefixes = self.decoder.prefill([job[0].prompt.ids for job in wave])
+        if self.recorder is not None:
+            for job, routes in zip(wave, self.recorder.prompts([len(job[0].prompt.ids) for job in wave]), strict=True):
+                for row in job:
+                    row.routes.append(routes)
         self.ready.extend((prefix, deque(job)) for prefix, job in zip(prefixes, wave, strict=True))
 
 

@@ -43,6 +43,7 @@ def _embedded(policy: Policy, config: Config) -> Engine:
         policy.tokenizer,
         max_concurrent=config.rollout.max_concurrent,
         autocast_dtype=policy.scorer.autocast,
+        record_routes=config.routing.replay == "sampler",
     )
 
 
