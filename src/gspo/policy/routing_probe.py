@@ -49,5 +49,5 @@ def why_unobservable(model: Any) -> str | None:
 
 
 def _few_tokens(model: Any) -> Tensor:
-    device = next(model.parameters()).device
-    return torch.arange(2, 34, device=device)[None] % model.config.get_text_config().vocab_size
+    vocabulary: int = model.config.get_text_config().vocab_size
+    return torch.arange(2, 34, device=next(model.parameters()).device)[None] % vocabulary
