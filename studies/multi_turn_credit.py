@@ -152,7 +152,7 @@ def main() -> None:
         for arm in ARMS:
             results[arm].append(run(arm, seed, given.steps, given.learning_rate, given.out))
             print(f"seed {seed}, {arm}: {time.process_time():.0f} CPU-seconds so far", flush=True)
-    (given.out / "results.json").write_text(json.dumps(results))
+        (given.out / "results.json").write_text(json.dumps(results))
     draw(results, given.out / "curves.svg")
     print(table(results))
 

@@ -136,7 +136,7 @@ def test_tokens_of_two_responses_by_hand() -> None:
     torch.testing.assert_close(scaled, found / (math.sqrt(3 / 16) + 1e-6))
 
 
-@given(st.integers(0, 1000), st.sampled_from(["std", "none"]))
+@given(st.integers(0, 1000), st.sampled_from(SCALES))
 def test_tokens_against_a_loop(seed: int, scale: str) -> None:
     g = np.random.default_rng(seed)
     rows, width = int(g.integers(1, 7)), int(g.integers(1, 5))
@@ -151,11 +151,13 @@ def test_tokens_against_a_loop(seed: int, scale: str) -> None:
         if np.ptp(np.concatenate(mates)) == 0:
             assert found[i, t] == 0
             continue
-        expected = (rewards[i, t] - mean) / (spread if scale == "std" else 1.0)
+        if scale == "sample_std" and len(mates) > 1:
+            spread *= math.sqrt(len(mates) / (len(mates) - 1))
+        expected = (rewards[i, t] - mean) / (1.0 if scale == "none" else spread)
         assert found[i, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@given(st.integers(0, 1000), st.sampled_from(["std", "none"]))
+@given(st.integers(0, 1000), st.sampled_from(SCALES))
 def test_tokens_that_share_their_response_s_reward_get_its_advantage(seed: int, scale: str) -> None:
     g = torch.Generator().manual_seed(seed)
     rewards, ids = torch.randint(-2, 3, (6,), generator=g).float(), torch.randint(0, 3, (6,), generator=g)

@@ -29,7 +29,12 @@ BASE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = save_tiny(tmp_path_factory.mktemp("tiny"), scale=2.0)
+    return save_words(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+def save_words(folder, family):
+    """A tiny model whose tokenizer takes words apart."""
+    path = save_tiny(folder, family, scale=2.0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save_pretrained(path)
@@ -76,8 +81,17 @@ def test_a_run_of_conversations_is_recorded_turn_by_turn_and_resumes_to_the_same
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_conversations_go_with_routing_replay(tmp_path):
+    folder = save_words(tmp_path / "moe", "qwen3_moe")
+    config = settings(folder, tmp_path, routing={"replay": "old"}, training={"steps": 1}, checkpoint={"every": 0})
+    (metrics,) = lines(loop.train(config).run / "metrics.jsonl")
+    assert metrics["optimizer/updates"] == 2
+    assert metrics["conversation/turns"] > 1
+    assert metrics["mismatch/token_max"] < 1e-4
+
+
 @pytest.mark.parametrize("span", ["trajectory", "turn"])
-@pytest.mark.parametrize("layout", ["padded", "shared"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
 def test_an_update_by_turn_has_the_derived_gradient(folder, span, layout):
     """-(1/B) sum_i (1/|y_i|) sum_t A_it s_it grad log pi(y_t), with s over the trajectory or over t's turn."""
     config = build_config(

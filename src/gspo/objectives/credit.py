@@ -86,17 +86,15 @@ def token_advantages(
     group_ids: Int[Tensor, "B"],
     mask: Bool[Tensor, "B T"],
     *,
-    scale: Literal["std", "none"] = "std",
+    scale: Scale = "std",
 ) -> Float[Tensor, "B T"]:
     """Advantage of each token from a reward per token, for `gspo_token_loss`; 0 where the mask is False.
 
     (r - mean) / (deviation + EPSILON) over the trainable tokens of the group, in which every response weighs the
     same and its tokens share that weight, as they do in the loss. Rewards that are equal within each response give
     `group_advantages`. Equal rewards in a group give exactly 0; masked rewards are ignored, whatever they are.
-    Raises ValueError for another `scale`.
     """
-    if scale not in ("std", "none"):
-        raise ValueError(f'scale = "{scale}": must be "std" or "none"')
+    _check_scale(scale)
     values = torch.where(mask, rewards.detach().double(), 0.0)
     if not mask.any():
         return values.float()
@@ -114,6 +112,7 @@ def token_advantages(
     lowest = torch.where(mask, values, torch.inf).amin(1)
     high = zeros.scatter_reduce(0, index, highest, "amax", include_self=False)
     low = zeros.scatter_reduce(0, index, lowest, "amin", include_self=False)
-    if scale == "std":
-        centred = centred / (group_mean(centred.square()).sqrt() + EPSILON)
+    if scale != "none":
+        freedom = (size / (size - int(scale == "sample_std")).clamp(min=1))[index][:, None]
+        centred = centred / ((group_mean(centred.square()) * freedom).sqrt() + EPSILON)
     return torch.where((high > low)[index][:, None], centred, 0.0).float()
