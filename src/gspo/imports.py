@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +38,10 @@ def load_function(path: str, setting: str) -> Callable[..., Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: its type, what it says, and the line of code that raised it."""
+    """An error in one line: its type, what it says, and the line of the user's code that raised it."""
     text = " ".join(str(error).split())
     text = text if len(text) <= 300 else text[:297] + "..."
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = "" if trace is None else f" at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+    lines = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen ")]
+    raised = lines[-1] if lines and lines[-1].filename not in (__file__, importlib.__file__) else None
+    place = "" if raised is None else f" at {os.path.basename(raised.filename)}:{raised.lineno}"
     return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"

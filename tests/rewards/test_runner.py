@@ -302,7 +302,7 @@ def test_validate_warns_of_a_function_that_raises() -> None:
         ({"function": "my_rewards:picky"}, "picky: it needs 'answer', which is no column of the data"),
         ({"function": "my_rewards:picky", "parameters": {"x": 1}}, "takes no parameter 'x'; it takes answer"),
         ({"function": "exact", "parameters": {"column": "gold"}}, "exact: no column 'gold' to compare with"),
-        ({"function": "regex", "parameters": {"pattern": "("}}, r"regex: '\(' is no regular expression"),
+        ({"function": "regex", "parameters": {"pattern": "("}}, r"regex: pattern = '\(' is no regular expression"),
         ({"function": "regex"}, "regex: it needs 'pattern'"),
         ({"function": "reasoning_gym"}, "reasoning_gym: it needs 'question'"),
     ],
@@ -311,6 +311,9 @@ def test_validate_refuses(entry: Any, message: str) -> None:
     with RewardRunner(config(entry)) as runner, pytest.raises(BadInputError, match=message) as caught:
         runner.validate([row(level=1)])
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count("reward.functions") == 1
+    assert "frozen" not in str(caught.value)
+    assert "completion_ids" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("user_module")

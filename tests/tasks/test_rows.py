@@ -60,8 +60,8 @@ def test_template_that_cannot_work(tmp_path: Path, template: str, message: str) 
         ("[1]", r"data.jsonl:3: found a JSON list"),
         ('{"question": "a", "answer": 1}', r"data.jsonl:3: no column 'prompt'; the columns are question, answer"),
         ('{"prompt": "  "}', r"data.jsonl:3: the prompt is empty"),
-        ('{"prompt": 7}', r"data.jsonl:3: the prompt is a int"),
-        ('{"prompt": null}', r"data.jsonl:3: the prompt is a NoneType"),
+        ('{"prompt": 7}', r"data.jsonl:3: the prompt is of type int"),
+        ('{"prompt": null}', r"data.jsonl:3: the prompt is of type NoneType"),
         ('{"prompt": [{"role": "user"}]}', r"data.jsonl:3: message 0 of the prompt"),
         ('{"prompt": [{"role": "assistant", "content": "4"}]}', r"data.jsonl:3: the prompt ends with an assistant"),
         ("[" * 100_000, r"data.jsonl:3: not valid JSON"),
@@ -82,7 +82,7 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"task\.path: .*cannot be read"):
         load_rows(jsonl(tmp_path), seed=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(BadInputError, match="no question is left to train on"):
+    with pytest.raises(BadInputError, match=r"task\.path: .*empty\.jsonl has no rows"):
         load_rows(jsonl(tmp_path / "empty.jsonl"), seed=0)
 
 

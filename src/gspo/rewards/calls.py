@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from gspo.errors import BadInputError
@@ -58,12 +58,17 @@ def load_reward(name: str, parameters: Mapping[str, Any]) -> RewardFunction:
     if not _takes_any(accepted):
         unknown = [key for key in parameters if key not in accepted]
         if unknown:
-            own = [key for key in accepted if key not in ("prompts", "completions", "completion_ids")]
             raise BadInputError(
-                f"{setting}: {name} takes no parameter {unknown[0]!r}; it takes {', '.join(own) or 'none'}"
+                f"{setting}: {name} takes no parameter {unknown[0]!r}; it takes "
+                f"{', '.join(data_columns(accepted)) or 'none'}"
             )
     bound: RewardFunction = functools.partial(function, **parameters) if parameters else function
     return bound
+
+
+def data_columns(names: Iterable[str]) -> list[str]:
+    """The names of arguments less those of the responses themselves."""
+    return [name for name in names if name not in ("prompts", "completions", "completion_ids")]
 
 
 def missing_columns(function: RewardFunction, arguments: Arguments) -> list[str]:
@@ -84,9 +89,9 @@ def call_reward(function: RewardFunction, arguments: Arguments) -> list[Value]:
     """
     missing = missing_columns(function, arguments)
     if missing:
-        columns = [name for name in arguments if name not in ("prompts", "completions", "completion_ids")]
         raise MisuseError(
-            f"it needs {missing[0]!r}, which is no column of the data; the columns are {', '.join(columns) or 'none'}"
+            f"it needs {missing[0]!r}, which is no column of the data and not among its parameters; the columns are "
+            f"{', '.join(data_columns(arguments)) or 'none'}"
         )
     accepted = _parameters(function)
     # A bound parameter wins over a column of the same name.

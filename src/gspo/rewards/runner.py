@@ -112,7 +112,10 @@ class RewardRunner:
                 scorer.caller.call(arguments, self._seconds)
             except (MisuseError, LostCallError) as error:
                 reason = str(error).removeprefix("reward.functions: ")
-                raise BadInputError(f"reward.functions: {scorer.name}: {reason} (trial call on two rows)") from None
+                named = (
+                    reason if reason.startswith("reward.functions") else f"reward.functions: {scorer.name}: {reason}"
+                )
+                raise BadInputError(f"{named} (trial call on two rows)") from None
             except RewardError as error:
                 warnings.append(f"reward.functions: {scorer.name}: {error}, in a trial call on a made-up response")
         return warnings

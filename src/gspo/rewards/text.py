@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from gspo.errors import BadInputError
+from gspo.rewards.calls import data_columns
 
 # A sign counts only where it cannot be a minus between two operands: "5-3" ends in 3, "= -3" in -3.
 _NUMBER = re.compile(
@@ -26,8 +27,11 @@ def completion_text(completion: Any) -> str:
 def expected(columns: Mapping[str, Any], column: str) -> Sequence[Any]:
     """The column that holds the expected answers. Raises BadInputError if the data has no such column."""
     if column not in columns:
-        names = ", ".join(columns) or "none"
-        raise BadInputError(f"reward.functions: no column {column!r} to compare with; the columns are {names}")
+        names = ", ".join(data_columns(columns)) or "none"
+        raise BadInputError(
+            f"reward.functions: no column {column!r} to compare with; the columns are {names}; name one as the "
+            "function's parameter `column`"
+        )
     values: Sequence[Any] = columns[column]
     return values
 
@@ -64,7 +68,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise BadInputError(f"reward.functions: regex: {pattern!r} is no regular expression ({error})") from None
+        raise BadInputError(f"reward.functions: pattern = {pattern!r} is no regular expression ({error})") from None
 
 
 def find_last_number(text: str) -> Decimal | None:

@@ -190,6 +190,10 @@ def _split(
 
 
 def _check(rows: Rows, config: TaskSettings) -> None:
+    if not rows.train and not rows.held_out:
+        path = getattr(config, "path", None)
+        where = f"the {config.kind} task" if path is None else f"task.path: {path}"
+        raise BadInputError(f"{where} has no rows; give at least one to train on and one for each held out")
     if not rows.train:
         raise BadInputError(
             f"task: no question is left to train on ({len(rows.held_out)} held out, {rows.overlapping} of the training "

@@ -52,7 +52,9 @@ def held_out_rank(question: str, seed: int) -> bytes:
 def check_messages(value: object, where: str) -> list[dict[str, Any]]:
     """Chat messages as chat templates take them, the last of them not the assistant's; BadInputError otherwise."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise BadInputError(f"{where}: the prompt is a {type(value).__name__}; give text or a list of chat messages")
+        raise BadInputError(
+            f"{where}: the prompt is of type {type(value).__name__}; give text or a list of chat messages"
+        )
     messages = []
     for index, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
