@@ -189,21 +189,19 @@ def test_a_taken_name_is_known_before_anything_loads(config: Path, capsys: pytes
 class FakeTraining:
     """Stands in for `train`: what it was called with, and what it does to the run folder."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, fails: BaseException | None = None, checkpoint: bool = False
-    ):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, fails: BaseException | None = None, begins: bool = True):
         self.calls: list[tuple[Any, Any]] = []
         self.fails = fails
-        self.checkpoint = checkpoint
+        self.begins = begins
         monkeypatch.setattr("gspo.training.loop.train", self)
 
     def __call__(self, config: Any, *, resume: Path | None) -> None:
         from gspo.reporting.run_folder import RunFolder
 
         self.calls.append((config, resume))
+        if self.fails is not None and not self.begins:
+            raise self.fails
         run = RunFolder.create(config) if resume is None else RunFolder.open(resume)
-        if self.checkpoint:
-            (run.checkpoints / "step-000001").mkdir(exist_ok=True)
         lines = [
             {"step": step, "accuracy": {"value": v, "low": v - 0.05, "high": v + 0.05, "n": 50}}
             for step, v in ((0, 0.1), (4, 0.5))
@@ -241,16 +239,16 @@ def test_resuming_takes_the_runs_config_and_flags(
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "line"),
+    ("begun", "line"),
     [
         (True, "gspo: interrupted; go on with: gspo train --resume runs/x"),
-        (False, "gspo: interrupted before the first checkpoint; start again (see checkpoint.every)"),
+        (False, "gspo: interrupted; nothing was begun; start again"),
     ],
 )
 def test_ctrl_c_says_how_to_go_on(
-    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: bool, line: str
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, begun: bool, line: str
 ) -> None:
-    FakeTraining(monkeypatch, fails=KeyboardInterrupt(), checkpoint=checkpoint)
+    FakeTraining(monkeypatch, fails=KeyboardInterrupt(), begins=begun)
     assert complaints(capsys, "train", str(config), "--run.name", "x", status=130) == [line]
 
 

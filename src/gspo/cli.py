@@ -189,10 +189,10 @@ def _dry_run(config: Config) -> int:
 
 
 def _say_how_to_go_on(run: Path) -> None:
-    if any((run / "checkpoints").glob("step-*")):
-        print(f"gspo: interrupted; go on with: gspo train --resume {run}", file=sys.stderr)
-    else:
-        print("gspo: interrupted before the first checkpoint; start again (see checkpoint.every)", file=sys.stderr)
+    from gspo.reporting.run_folder import RunFolder
+
+    how = f"go on with: gspo train --resume {run}" if RunFolder.is_run(run) else "nothing was begun; start again"
+    print(f"gspo: interrupted; {how}", file=sys.stderr)
 
 
 def _show_result(run: Path, config: Config) -> None:

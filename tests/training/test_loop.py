@@ -12,6 +12,7 @@ from gspo.config import build_config
 from gspo.errors import BadInputError, GspoError
 from gspo.reporting.journal import read_rollouts
 from gspo.reporting.run_folder import RunFolder
+from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.training.checkpoint import OPTIMIZER, STATE
 from tests.policy.tiny import save_tiny
 from tests.training.tiny_task import early_words
@@ -90,6 +91,51 @@ def test_resumed_run_ends_at_the_same_bits(folder, tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a)
     a, b = (load_file(r.checkpoint / "trainer_optimizer.safetensors") for r in (whole, resumed))
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+class CutError(Exception):
+    """Stands for a kill between two steps."""
+
+
+def cut_after(step):
+    def stop(result):
+        if result.step == step:
+            raise CutError
+
+    return stop
+
+
+def test_a_run_without_a_checkpoint_starts_again_and_samples_nothing_twice(folder, tmp_path, monkeypatch):
+    rare = {"checkpoint": {"every": 0}}
+    whole = loop.train(settings(folder, tmp_path, "whole", **rare), reward=early_words)
+    config = settings(folder, tmp_path, "cut", **rare)
+    with pytest.raises(CutError):
+        loop.train(config, reward=early_words, callbacks=[cut_after(3)])
+
+    generate, steps = TransformersEngine.generate, set()
+
+    def remember(engine, requests, sampling):
+        steps.update(request.step for request in requests)
+        return generate(engine, requests, sampling)
+
+    monkeypatch.setattr(TransformersEngine, "generate", remember)
+    resumed = loop.train(config, reward=early_words, resume=tmp_path / "cut")
+    assert steps == {0, 4}  # 0: evaluations
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert (resumed.run / name).read_text() == (whole.run / name).read_text()
+    a, b = weights(whole.checkpoint), weights(resumed.checkpoint)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_resuming_under_other_settings_samples_the_later_steps_again(folder, tmp_path):
+    with pytest.raises(CutError):
+        loop.train(settings(folder, tmp_path, "cut"), reward=early_words, callbacks=[cut_after(3)])
+    before = read_rollouts(tmp_path / "cut" / "rollouts" / "step-000003.jsonl.zst")
+    changed = settings(folder, tmp_path, "cut", rollout={"max_tokens": 3})
+    run = loop.train(changed, reward=early_words, resume=tmp_path / "cut").run
+    assert max(len(r.response_ids) for r in before) > 3
+    assert max(len(r.response_ids) for r in read_rollouts(run / "rollouts" / "step-000003.jsonl.zst")) == 3
+    assert RunFolder.open(run).read_config().rollout.max_tokens == 3
 
 
 def test_grpo_runs_by_the_same_code(folder, tmp_path):

@@ -25,8 +25,9 @@ _SHOWN = {"reward/mean": "reward", "clip/token_removed": "clipped", "response/le
 class Recorder:
     """Writes metrics, timings, rollouts and evaluations to the run folder, to the trackers and to the screen.
 
-    With `resume_step`, lines of later steps are removed first: those steps are done again. Only the main
-    process of the world writes; on the others every method returns at once.
+    With `resume_step`, lines of later steps are removed first: those steps are done again (-1: all of them, the
+    evaluation before the first too). Only the main process of the world writes; on the others every method returns
+    at once.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Recorder:
         self._trackers = open_trackers(
             config.tracking, run.path, config.model_dump(mode="json"), resume_step=resume_step
         )
-        self._progress = Progress(self.console, config.training.steps, resume_step or 0)
+        self._progress = Progress(self.console, config.training.steps, max(resume_step or 0, 0))
 
     def note(self, text: str) -> None:
         """Says one thing to the user (a warning, what a run runs on)."""

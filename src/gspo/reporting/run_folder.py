@@ -86,6 +86,15 @@ class RunFolder:
         """The config that the run was started with, with `section.key -> text` changes."""
         return build_config(json.loads(self.config_file.read_bytes()), overrides, source=str(self.config_file))
 
+    def change(self, config: Config, step: int) -> None:
+        """Writes the config that the run goes on under after `step`; rollouts that another config drew later go."""
+        if config == self.read_config():
+            return
+        for file in self.rollouts.glob("step-*"):
+            if int(file.name.removeprefix("step-").partition(".")[0]) > step:
+                file.unlink()
+        self.write_config(config)
+
     @property
     def config_file(self) -> Path:
         return self.path / "config.json"

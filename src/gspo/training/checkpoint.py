@@ -98,12 +98,17 @@ def _damaged(file: Path, error: Exception) -> BadInputError:
     )
 
 
+def find_checkpoint(run: Path) -> Path | None:
+    """The run's last checkpoint, None where it has not saved one yet."""
+    return max((run / CHECKPOINTS).glob("step-*"), default=None)
+
+
 def latest_checkpoint(run: Path) -> Path:
     """The run's last checkpoint; BadInputError where there is none."""
-    found = sorted((run / CHECKPOINTS).glob("step-*"))
-    if not found:
+    found = find_checkpoint(run)
+    if found is None:
         raise BadInputError(f"{run}: no checkpoint under {CHECKPOINTS}/; give the folder of a run that has saved one")
-    return found[-1]
+    return found
 
 
 def _point_best_at(folder: Path, name: str) -> None:

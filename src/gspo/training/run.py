@@ -18,7 +18,7 @@ from gspo.rollout.engine import Engine
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
-from gspo.training.checkpoint import TrainState, latest_checkpoint, load_optimizer, read_state, save_checkpoint
+from gspo.training.checkpoint import TrainState, find_checkpoint, load_optimizer, read_state, save_checkpoint
 from gspo.training.clip_range import clip_range
 from gspo.training.collect import Collected, Collector
 from gspo.training.engine import start_engine
@@ -37,7 +37,7 @@ class Run:
         self.config = config
         self.world = World()
         self.folder = RunFolder.planned(config) if resume is None else RunFolder.open(resume)
-        checkpoint = None if resume is None else latest_checkpoint(resume)
+        checkpoint = None if resume is None else find_checkpoint(resume)
         self.state = TrainState() if checkpoint is None else read_state(checkpoint)
         clip_range(config.objective)
         rows = load_rows(config.task, seed=config.run.seed)
@@ -65,13 +65,19 @@ class Run:
             if resume is None:
                 self.folder.make(config)
             else:
-                self.folder.write_config(config)
+                self.folder.change(config, self.state.step)
+            # Without a checkpoint even the evaluation before the first step is done again.
+            done = self.state.step if checkpoint is not None else -1
             self.recorder = Recorder(
-                config, self.folder, resume_step=None if resume is None else self.state.step, world=self.world
+                config, self.folder, resume_step=None if resume is None else done, world=self.world
             )
         except BaseException:
             self.rewards.close()
             raise
+        if resume is not None:
+            where = f"after step {self.state.step}" if checkpoint is not None else "at the start: no checkpoint yet"
+            on_disk = self.folder.rollout_file(self.state.step + 1).exists()
+            notes.append(f"resumed {where}" + ("; rollouts already on disk are used again" if on_disk else ""))
         for note in [*notes, *self._description()]:
             self.recorder.note(note)
 
