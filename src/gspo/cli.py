@@ -52,6 +52,8 @@ def _dispatch(argv: list[str]) -> int:
         return _export(arguments.model, arguments.folder)
     if arguments.command == "serve-command":
         return _serve_command(arguments.config, overrides)
+    if arguments.command == "audit":
+        return _audit(arguments, overrides)
     return _evaluate(arguments, overrides)
 
 
@@ -62,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gspo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|export|serve-command")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|audit|export|serve-command")
     shape = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser(
         "train", help="train a policy", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
@@ -92,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--temperature", type=float, metavar="T", help="of the samples; default: that of training (rollout.temperature)"
     )
     evaluate.add_argument("--json", action="store_true", help="print the figures as JSON, per prompt too")
+    _add_audit(commands)
     export = commands.add_parser(
         "export", help="write a run's policy as one whole model, adapters merged in", allow_abbrev=False
     )
@@ -106,6 +109,29 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("config", type=Path, metavar="CONFIG.toml", help="settings of the run that is to use them")
     return parser
+
+
+def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
+    audit = commands.add_parser(
+        "audit",
+        help="compare the inference engine's log-probs with the training engine's",
+        epilog=_OVERRIDES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    audit.add_argument(
+        "subject",
+        type=Path,
+        metavar="RUN_OR_CONFIG",
+        help="run folder (its recorded rollouts are audited), or config (a rollout batch is drawn)",
+    )
+    audit.add_argument(
+        "--engine-weights",
+        choices=("float32", "bfloat16", "int8"),
+        help="draw fresh rollouts from an engine whose weights are rounded to this (float32: not at all)",
+    )
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write every figure as JSON")
+    audit.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -243,6 +269,17 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
         lost = report.greedy.dropped + report.sampled.dropped
         note = f"; {lost} responses could not be scored" if lost else ""
         print_estimates(Console(), f"held-out accuracy of {arguments.model} (samples: {drawn}{note})", rows)
+    return 0
+
+
+def _audit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    from gspo.reporting.run_folder import RunFolder
+
+    run = arguments.subject if arguments.subject.is_dir() else None
+    config = load_config(arguments.subject, overrides) if run is None else RunFolder.open(run).read_config(overrides)
+    from gspo.audit.command import run_audit
+
+    run_audit(config, run=run, engine_weights=arguments.engine_weights, json_file=arguments.json, html=arguments.html)
     return 0
 
 

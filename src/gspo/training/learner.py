@@ -51,7 +51,7 @@ class Learner:
         The first mini-batch is updated at the very weights that define its old policy, so its old log-probs are
         those of its own update pass and it is not scored here.
         """
-        minibatches = [m for m in self._cut(batch) if self._has_effect(m)]
+        minibatches = [m for m in self.cut(batch) if self._has_effect(m)]
         metrics.skipped = self.config.training.minibatches - len(minibatches)
         if self.config.likelihoods.old == "recompute":
             for micro in _micro_batches(minibatches[1:]):
@@ -92,7 +92,8 @@ class Learner:
             routing.after("last")
             metrics.routing = routing.as_metrics()
 
-    def _cut(self, batch: Batch) -> Iterable[MiniBatch]:
+    def cut(self, batch: Batch) -> Iterable[MiniBatch]:
+        """The batch's mini-batches, of whole groups, each cut into what one forward pass holds."""
         size = self.config.rollout.prompts // self.config.training.minibatches
         kind = self._layout_kind(batch)
         for number in range(self.config.training.minibatches):
