@@ -26,8 +26,10 @@ from gspo.config import Config
 from gspo.errors import GspoError
 from gspo.objectives import CLIP_RANGES
 from gspo.reporting.timing import StageClock
+from gspo.training.clip_range import clip_range
 from gspo.training.credit import make_batch
-from gspo.training.learner import Learner, MicroBatch, MiniBatch
+from gspo.training.learner import Learner
+from gspo.training.minibatch import MicroBatch, MiniBatch
 from gspo.training.update_metrics import UpdateMetrics
 
 
@@ -84,21 +86,31 @@ def audit(
     run's last checkpoint or from the config's model, with the engine's weights rounded as asked.
 
     The update that decisions and gradients are taken after is the step's own first one: the learner's, with the run's
-    optimizer state and learning rate, on the first mini-batch that has a non-zero advantage, with old log-probs of the
-    training engine. At ratio 1 its gradient is the same for GSPO and GRPO. Decisions are counted over the other
-    mini-batches, gradients compared on the first of these with a non-zero advantage; if there is one mini-batch alone,
-    on that.
+    optimizer state and learning rate and without the KL, on the first mini-batch that has a non-zero advantage, with
+    old log-probs of the training engine. At ratio 1 its gradient is the same for GSPO and GRPO. Decisions are counted
+    over the other mini-batches, gradients compared on the first of these with a non-zero advantage; if there is one
+    mini-batch alone, on that.
 
     Raises BadInputError; GspoError where nothing could be measured.
     """
-    training = config.training.model_copy(update={"epochs": 1})
-    likelihoods = config.likelihoods.model_copy(update={"old": "recompute"})
-    config = config.model_copy(update={"training": training, "likelihoods": likelihoods})
+    config = _as_audited(config)
     if run is not None and engine_weights is None:
         subject = recorded(config, run)
     else:
         subject = fresh(config, run=run, engine_weights=engine_weights or "float32", functions=functions)
     return examine(subject, config)
+
+
+def _as_audited(config: Config) -> Config:
+    """One pass with recomputed old log-probs, without the KL and without figures that nobody will see."""
+    changes: dict[str, dict[str, Any]] = {
+        "training": {"epochs": 1},
+        "likelihoods": {"old": "recompute"},
+        "objective": {"kl_weight": 0.0},
+        "routing": {"figures_every": 0},
+    }
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=sections)
 
 
 def examine(subject: Subject, config: Config) -> Audit:
@@ -140,11 +152,7 @@ def contenders(config: Config) -> list[Contender]:
     for name in ("gspo", "grpo"):
         low, high = CLIP_RANGES[name]
         if objective.name in (name, f"{name}_token"):
-            configured = (
-                low if objective.clip_low is None else objective.clip_low,
-                high if objective.clip_high is None else objective.clip_high,
-            )
-            found.append(Contender(name, *configured, objective.dual_clip))
+            found.append(Contender(name, *clip_range(objective), objective.dual_clip))
         found.append(Contender(name, low, high))
     return list(dict.fromkeys(found))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo.audit.measure import Contender
 from gspo.objectives import LOSSES
 from gspo.policy.model import Policy
-from gspo.training.learner import MiniBatch
+from gspo.training.minibatch import MiniBatch
 
 
 @dataclass(frozen=True, slots=True)

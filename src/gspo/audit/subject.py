@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
-from gspo.training.checkpoint import STATE, TrainState, latest_checkpoint, load_trainer_state
+from gspo.training.checkpoint import TrainState, latest_checkpoint, load_optimizer, read_state
 from gspo.training.collect import Collector
 from gspo.training.learner import Learner
-from gspo.training.run import load_trained_policy, make_engine, max_prompt_tokens, training_sampling
+from gspo.training.run import check_prompts, load_trained_policy, make_engine, max_prompt_tokens, training_sampling
 from gspo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -66,6 +65,7 @@ def fresh(
     """A rollout batch drawn now, from a run's last checkpoint or from the config's model."""
     checkpoint = None if run is None else latest_checkpoint(run)
     rows = load_rows(config.task, seed=config.run.seed)
+    check_prompts(config, rows)
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         rewards.validate(rows.train)
         learner, state = _learner(config, checkpoint, rows)
@@ -99,7 +99,11 @@ def final_groups(rollouts: Sequence[Rollout], prompts: int) -> list[list[Rollout
 def _learner(config: Config, checkpoint: Path | None, rows: Rows) -> tuple[Learner, TrainState]:
     policy = load_trained_policy(config, checkpoint, rows)
     learner = Learner(policy, config, world=World())
-    return learner, TrainState() if checkpoint is None else load_trainer_state(checkpoint, policy, learner)
+    if checkpoint is None:
+        return learner, TrainState()
+    state = read_state(checkpoint)
+    load_optimizer(checkpoint, policy, learner, state.version)
+    return learner, state
 
 
 def _rounded(config: Config, checkpoint: Path | None, weights: EngineWeights) -> Policy:
@@ -119,7 +123,7 @@ def _rounded(config: Config, checkpoint: Path | None, weights: EngineWeights) ->
 def _newest_step(folder: RunFolder) -> tuple[Path | None, int]:
     """(checkpoint, step) such that the step's rollouts were sampled from the checkpoint's weights."""
     for checkpoint in sorted(folder.checkpoints.glob("step-*"), reverse=True):
-        state = TrainState(**json.loads((checkpoint / STATE).read_text(encoding="utf-8")))
+        state = read_state(checkpoint)
         if _sampled_by(folder.rollout_file(state.step + 1), state.version):
             return checkpoint, state.step + 1
     if _sampled_by(folder.rollout_file(1), 0):
