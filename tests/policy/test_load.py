@@ -107,6 +107,11 @@ def break_a_tensor(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def cut_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -114,6 +119,7 @@ def break_a_tensor(folder):
         (break_config, "no config.json and no checkpoints"),
         (break_weights, "no weights"),
         (break_tokenizer, "no usable tokenizer"),
+        (cut_weights, "cannot be loaded: .*incomplete"),
         (break_a_tensor, "lacks weights .*: model.norm.weight"),
     ],
 )

@@ -182,6 +182,11 @@ def test_a_failing_reward_costs_its_rollout_alone_until_too_many_fail(folder, tm
             {"objective": {"dual_clip": 1.04}},
             r"objective\.dual_clip = 1\.04: .* must exceed .* 1\.05",
         ),
+        (
+            {"rollout": {"max_tokens": 128}},
+            r"rollout\.max_tokens = 128: the model's context of 128 tokens",
+        ),
+        ({"task": {"system_prompt": "Be brief."}}, r"task\.system_prompt: needs a chat template"),
         ({"run": {"dir": __file__}}, r"run\.dir: .*test_loop\.py is no folder"),
     ],
 )

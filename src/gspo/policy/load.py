@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as hf_logging
 
@@ -53,11 +54,10 @@ def load_policy(
     Raises:
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
-    target = choose_device(device)
-    folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
-    config = _load_config(adapter_chain(folder)[0], trust_remote_code)
-    estimate = memory_of(
-        config,
+    preview = preview_policy(
+        path,
+        resume=resume,
+        device=device,
         train=train,
         lora=lora,
         reference=reference,
@@ -65,9 +65,9 @@ def load_policy(
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
     )
-    tight = check_fits(str(path), estimate, free_memory(target), lora=lora is not None)
-    tokenizer = _load_tokenizer(folder, trust_remote_code)
-    model = _load_model(folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
+    target, config, tokenizer = preview.device, preview.config, preview.tokenizer
+    tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
+    model = _load_model(preview.folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
     findings = probe(model, "shared" if layout == "auto" else layout)
     scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, choose_autocast(dtype, target))
     frozen = None
@@ -87,10 +87,10 @@ def load_policy(
         tokenizer=tokenizer,
         eos_ids=eos,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos[0] if eos else 0),
-        context_length=context_length(config),
+        context_length=preview.context_length,
         layout_kind=findings.layout,
         notes=(*tight, *findings.notes),
-        memory=estimate,
+        memory=preview.memory,
         adapter=adapter,
         frozen=frozen,
     )
@@ -100,6 +100,9 @@ def load_policy(
 class Preview:
     """What can be said of a policy before its weights are read. `free` bytes are left on its device, if known."""
 
+    folder: str
+    device: torch.device
+    config: Any
     tokenizer: Any
     context_length: int | None
     memory: MemoryEstimate
@@ -109,19 +112,22 @@ class Preview:
 def preview_policy(
     path: str | Path,
     *,
+    resume: Path | None = None,
     device: str = "auto",
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     trust_remote_code: bool = False,
+    train: bool = True,
     reference: bool = False,
     tokens: int = 0,
 ) -> Preview:
-    """Tokenizer and memory of the policy that `load_policy` would load for training; takes and raises the same."""
+    """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same."""
     target = choose_device(device)
-    folder = resolve_path(str(path))
+    folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
     config = _load_config(adapter_chain(folder)[0], trust_remote_code)
     memory = memory_of(
         config,
+        train=train,
         lora=lora,
         reference=reference,
         tokens=tokens,
@@ -129,7 +135,7 @@ def preview_policy(
         trust_remote_code=trust_remote_code,
     )
     tokenizer = _load_tokenizer(folder, trust_remote_code)
-    return Preview(tokenizer, context_length(config), memory, free_memory(target))
+    return Preview(folder, target, config, tokenizer, context_length(config), memory, free_memory(target))
 
 
 def memory_of(
@@ -225,7 +231,7 @@ def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
             output_loading_info=True,
             **({"attn_implementation": "eager"} if capped else {}),
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None
     finally:
         if bars:

@@ -7,12 +7,12 @@ from contextlib import closing
 from typing import Any
 
 from gspo.config import Config
-from gspo.policy.load import Preview, preview_policy
+from gspo.policy.load import Preview
 from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import load_rows
 from gspo.training.clip_range import clip_range
-from gspo.training.run import check_prompts, largest_micro_batch, max_prompt_tokens
+from gspo.training.run import check_prompts, max_prompt_tokens, preview_trained_policy
 
 GB = 1e9
 
@@ -28,16 +28,7 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         warnings = config.warnings() + rewards.validate(rows.train)
         names = rewards.names
-    model = config.model
-    policy = preview_policy(
-        model.path,
-        device=model.device,
-        activation_checkpointing=model.activation_checkpointing,
-        lora=model.lora,
-        trust_remote_code=model.trust_remote_code,
-        reference=config.objective.kl_weight > 0,
-        tokens=largest_micro_batch(config, rows),
-    )
+    policy = preview_trained_policy(config, rows)
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]

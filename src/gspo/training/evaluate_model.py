@@ -10,7 +10,7 @@ from typing import Any
 
 from gspo.config import Config
 from gspo.errors import BadInputError
-from gspo.policy.load import load_policy
+from gspo.policy.load import load_policy, preview_policy
 from gspo.reporting.run_folder import RunFolder
 from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import tokenize
@@ -77,15 +77,12 @@ def evaluate_config(config: Config, functions: Sequence[RewardFunction] = ()) ->
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         rewards.validate(rows.held_out)
         folder = Path(config.model.path)
-        policy = load_policy(
-            latest_checkpoint(folder) if RunFolder.is_run(folder) else config.model.path,
-            dtype=config.model.dtype,
-            device=config.model.device,
-            trust_remote_code=config.model.trust_remote_code,
-            train=False,
-        )
-        room = max_prompt_tokens(config, policy.context_length)
-        prompts = tokenize(rows.held_out, config.task, policy.tokenizer, room)
+        path = latest_checkpoint(folder) if RunFolder.is_run(folder) else config.model.path
+        device, trusted = config.model.device, config.model.trust_remote_code
+        preview = preview_policy(path, device=device, trust_remote_code=trusted, train=False)
+        room = max_prompt_tokens(config, preview.context_length)
+        prompts = tokenize(rows.held_out, config.task, preview.tokenizer, room)
+        policy = load_policy(path, dtype=config.model.dtype, device=device, trust_remote_code=trusted, train=False)
         sampling = evaluation_sampling(config, policy.eos_ids)
         correct_at = config.reward.correct_at
         with closing(make_engine(policy, config)) as engine:

@@ -9,7 +9,7 @@ from typing import Any
 from gspo.config import Config, MultiTurnTask
 from gspo.distributed.world import World
 from gspo.errors import BadInputError
-from gspo.policy.load import load_policy
+from gspo.policy.load import Preview, load_policy, preview_policy
 from gspo.policy.model import Policy
 from gspo.reporting.recorder import Recorder
 from gspo.reporting.run_folder import RunFolder
@@ -45,15 +45,16 @@ class Run:
         self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
         try:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
-            self.policy = load_trained_policy(config, checkpoint, rows)
-            check_routing(self.policy.model, config.routing)
+            preview = preview_trained_policy(config, rows, checkpoint)
             self.task: Task = load_task(
                 config.task,
-                self.policy.tokenizer,
+                preview.tokenizer,
                 seed=config.run.seed,
-                max_prompt_tokens=max_prompt_tokens(config, self.policy.context_length),
+                max_prompt_tokens=max_prompt_tokens(config, preview.context_length),
                 rows=rows,
             )
+            self.policy = load_trained_policy(config, rows, checkpoint)
+            check_routing(self.policy.model, config.routing)
             self.learner = Learner(self.policy, config, world=self.world)
             if checkpoint is not None:
                 load_optimizer(checkpoint, self.policy, self.learner, self.state.version)
@@ -161,25 +162,35 @@ def check_prompts(config: Config, rows: Rows) -> None:
         )
 
 
-def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Policy:
+def preview_trained_policy(config: Config, rows: Rows, checkpoint: Path | None = None) -> Preview:
+    """What is known, before its weights are read, of the policy that `load_trained_policy` loads."""
+    return preview_policy(config.model.path, resume=checkpoint, **_policy_settings(config, rows))
+
+
+def load_trained_policy(config: Config, rows: Rows, checkpoint: Path | None) -> Policy:
     """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
-    model = config.model
     return load_policy(
-        model.path,
+        config.model.path,
         resume=checkpoint,
-        dtype=model.dtype,
-        device=model.device,
-        layout=model.layout,
-        activation_checkpointing=model.activation_checkpointing,
-        lora=model.lora,
-        trust_remote_code=model.trust_remote_code,
-        reference=config.objective.kl_weight > 0,
-        tokens=largest_micro_batch(config, rows),
+        dtype=config.model.dtype,
+        layout=config.model.layout,
         seed=config.run.seed,
+        **_policy_settings(config, rows),
     )
 
 
-def largest_micro_batch(config: Config, rows: Rows) -> int:
+def _policy_settings(config: Config, rows: Rows) -> dict[str, Any]:
+    return {
+        "device": config.model.device,
+        "activation_checkpointing": config.model.activation_checkpointing,
+        "lora": config.model.lora,
+        "trust_remote_code": config.model.trust_remote_code,
+        "reference": config.objective.kl_weight > 0,
+        "tokens": _largest_micro_batch(config, rows),
+    }
+
+
+def _largest_micro_batch(config: Config, rows: Rows) -> int:
     """An upper estimate, before any tokenizer is there, of the tokens in one forward pass (a character each)."""
     longest = max((len(str(row.content)) for row in rows.train), default=0)
     per_update = config.rollout.prompts // config.training.minibatches * config.rollout.group_size
