@@ -28,7 +28,7 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         warnings = config.warnings() + rewards.validate(rows.train)
         names = rewards.names
-    policy = preview_trained_policy(config, rows)
+    policy = preview_trained_policy(config, None, rows)
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]

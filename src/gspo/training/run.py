@@ -45,7 +45,7 @@ class Run:
         self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
         try:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
-            preview = preview_trained_policy(config, rows, checkpoint)
+            preview = preview_trained_policy(config, checkpoint, rows)
             self.task: Task = load_task(
                 config.task,
                 preview.tokenizer,
@@ -53,7 +53,7 @@ class Run:
                 max_prompt_tokens=max_prompt_tokens(config, preview.context_length),
                 rows=rows,
             )
-            self.policy = load_trained_policy(config, rows, checkpoint)
+            self.policy = load_trained_policy(config, checkpoint, rows)
             check_routing(self.policy.model, config.routing)
             self.learner = Learner(self.policy, config, world=self.world)
             if checkpoint is not None:
@@ -162,12 +162,12 @@ def check_prompts(config: Config, rows: Rows) -> None:
         )
 
 
-def preview_trained_policy(config: Config, rows: Rows, checkpoint: Path | None = None) -> Preview:
+def preview_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Preview:
     """What is known, before its weights are read, of the policy that `load_trained_policy` loads."""
     return preview_policy(config.model.path, resume=checkpoint, **_policy_settings(config, rows))
 
 
-def load_trained_policy(config: Config, rows: Rows, checkpoint: Path | None) -> Policy:
+def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Policy:
     """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
     return load_policy(
         config.model.path,
