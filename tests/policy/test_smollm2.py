@@ -10,13 +10,17 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo.errors import GspoError
 from gspo.policy import smollm2
 
-TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", "a", "b", "Ġ", "ab"]
+TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", "a", "b", "Ġ", "ab", "ba"]
 HIDDEN, HEADS, KV_HEADS, WIDTH = 8, 2, 1, 12
+
+
+reads_gguf = pytest.mark.skipif(not hasattr(transformers, "GgufConfig"), reason="transformers is too old")
 
 
 def tensors() -> dict[str, np.ndarray]:
@@ -55,8 +59,8 @@ def small_gguf(tmp_path: Path) -> Path:
     writer.add_vocab_size(len(TOKENS))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(TOKENS)
-    writer.add_token_types([3, 3, 3, 1, 1, 1, 1])
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 3, 1, 1, 1, 1, 1])
+    writer.add_token_merges(["a b", "b a"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
@@ -83,6 +87,7 @@ def wheel(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return path
 
 
+@reads_gguf
 def test_convert_keeps_the_weights_in_float32(small_gguf: Path, tmp_path: Path) -> None:
     smollm2.convert(small_gguf, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -96,6 +101,7 @@ def test_convert_keeps_the_weights_in_float32(small_gguf: Path, tmp_path: Path) 
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
+@reads_gguf
 def test_convert_keeps_the_tokenizer_and_drops_the_traces(small_gguf: Path, tmp_path: Path) -> None:
     smollm2.convert(small_gguf, tmp_path / "model")
     settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
@@ -105,6 +111,15 @@ def test_convert_keeps_the_tokenizer_and_drops_the_traces(small_gguf: Path, tmp_
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 2
 
 
+@pytest.mark.skipif(hasattr(transformers, "GgufConfig"), reason="transformers is new enough")
+@pytest.mark.usefixtures("wheel")
+def test_prepare_refuses_an_old_transformers() -> None:
+    with pytest.raises(GspoError, match=r"reads a GGUF tokenizer wrongly; install 5\.19 or newer"):
+        smollm2.prepare()
+    assert list((smollm2.cache_folder() / "models").iterdir()) == []
+
+
+@reads_gguf
 @pytest.mark.usefixtures("wheel")
 def test_prepare_fills_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = smollm2.prepare()
@@ -186,6 +201,7 @@ def test_cache_folder(environment: dict[str, str], expected: str, monkeypatch: p
     assert smollm2.cache_folder() == Path(expected)
 
 
+@reads_gguf
 @pytest.mark.usefixtures("wheel")
 def test_main_points_the_link_and_replaces_an_old_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     link = tmp_path / "models" / "small"
@@ -196,6 +212,7 @@ def test_main_points_the_link_and_replaces_an_old_one(tmp_path: Path, capsys: py
     assert link.resolve() == smollm2.prepare().resolve()
 
 
+@reads_gguf
 @pytest.mark.usefixtures("wheel")
 def test_main_keeps_a_folder_of_the_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = tmp_path / "mine"

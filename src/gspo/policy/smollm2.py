@@ -100,13 +100,19 @@ def convert(gguf: Path, folder: Path) -> None:
     """Dequantises a GGUF file to a float32 `from_pretrained` folder with its tokenizer and chat template."""
     print(f"dequantising {gguf.name} to float32", file=sys.stderr, flush=True)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if not hasattr(transformers, "GgufConfig"):  # such releases take <|im_start|> for the end of a response
+        raise GspoError(
+            f"transformers {transformers.__version__}: reads a GGUF tokenizer wrongly; install 5.19 or newer"
+        )
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.float32,
-        quantization_config=GgufConfig(dequantize=True),  # without it, the model refuses to be saved
+        # Without this, the model refuses to be saved.
+        quantization_config=transformers.GgufConfig(dequantize=True),
     )
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
