@@ -176,7 +176,8 @@ def test_whole_runs_with_and_without_replay(folder, tmp_path, objective, replay)
     for line in lines[::2]:
         assert 0 < line["routing/entropy"] <= math.log(EXPERTS)
         assert line["routing/changed_last/model.layers.1.mlp"] >= 0
-        assert line["routing/token_log_ratio_std_native"] > line["routing/sequence_log_ratio_std_native"] > 0
+        token, sequence = (line[f"routing/{unit}_log_ratio_std_native_last"] for unit in ("token", "sequence"))
+        assert token > sequence > 0
     start, end = load_file(folder / "model.safetensors"), load_file(result.checkpoint / "model.safetensors")
     assert not torch.equal(start["model.layers.0.mlp.gate.weight"], end["model.layers.0.mlp.gate.weight"])
 
@@ -290,7 +291,10 @@ def test_the_routing_figures_are_those_of_plain_forwards(folder, tmp_path):
         for n, o, r in zip(now, before, rollouts, strict=True)
         if r.trainable
     ]
-    assert found["routing/token_log_ratio_std_native"] == pytest.approx(np.std(np.concatenate(per_rollout)), rel=1e-3)
+    assert found["routing/token_log_ratio_std_native_last"] == pytest.approx(
+        np.std(np.concatenate(per_rollout)), rel=1e-3
+    )
     means = [np.mean(x) for x in per_rollout]
-    assert found["routing/sequence_log_ratio_std_native"] == pytest.approx(np.std(means), rel=1e-3)
-    assert 0 < found["routing/token_log_ratio_std_replayed"] < found["routing/token_log_ratio_std_native"]
+    assert found["routing/sequence_log_ratio_std_native_last"] == pytest.approx(np.std(means), rel=1e-3)
+    assert found["routing/token_log_ratio_std_native_first"] == found["routing/token_log_ratio_std_native_last"]
+    assert 0 < found["routing/token_log_ratio_std_replayed_first"] < found["routing/token_log_ratio_std_native_first"]

@@ -76,9 +76,9 @@ METRICS: Mapping[str, str] = {
     "(last) update, over those it chose under the old policy (1 - |A and B| / K, sets). This and all below: of the "
     "last mini-batch's trainable tokens, in steps that `routing.figures_every` names.",
     "routing/changed_{first,last}/<layer>": "The same in one layer.",
-    "routing/{token,sequence}_log_ratio_std_{native,replayed}": "Standard deviation of the token (length-normalised "
-    "sequence) log-ratios after the step's last update / old, in nats, with the routers left to themselves and with "
-    "the old policy's experts forced, whichever the updates used.",
+    "routing/{token,sequence}_log_ratio_std_{native,replayed}_{first,last}": "Standard deviation of the token "
+    "(length-normalised sequence) log-ratios after the step's first (last) update / old, in nats, with the routers "
+    "left to themselves and with the old policy's experts forced, whichever the updates used.",
     "routing/entropy": "Entropy of the softmax of the router logits under the old policy, in nats, mean over tokens "
     "and layers.",
     "routing/entropy/<layer>": "The same in one layer.",

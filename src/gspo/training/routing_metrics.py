@@ -58,11 +58,9 @@ class RoutingMetrics:
                 shares = changed_experts(routes[rows], now.routes[name][rows])
                 changed[name] = changed.get(name, Ratio(0.0, 0)) + Ratio(float(shares.double().sum()), len(shares))
         self._by_layer(f"routing/changed_{moment}", changed)
-        if moment == "last":
-            self._spread("native", [now.logprobs for now in new])
-            self._spread(
-                "replayed", [self._replayed(*pair) for pair in zip(self.micro_batches, self._old, strict=True)]
-            )
+        pairs = zip(self.micro_batches, self._old, strict=True)
+        self._spread(f"native_{moment}", [now.logprobs for now in new])
+        self._spread(f"replayed_{moment}", [self._replayed(*pair) for pair in pairs])
 
     def as_metrics(self) -> dict[str, Metric]:
         """Every figure by its name in `gspo.reporting.metrics.METRICS`."""
