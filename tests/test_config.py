@@ -146,6 +146,11 @@ def test_the_least_that_is_needed_is_named() -> None:
         ({"model": {"path": 3}}, "model.path: found 3, should be text"),
         ({"model": {"trust_remote_code": 1}}, "model.trust_remote_code: found 1, should be true or false"),
         ({"rollout": {"stop": "x"}}, "rollout.stop: found 'x', should be a list"),
+        (
+            {"reward": {"functions": {"function": "math"}}},
+            "reward.functions: found {'function': 'math'}, should be a list: [[reward.functions]] in the file, "
+            """or as a flag '[{function = "package.module:function"}]'""",
+        ),
         ({"rollout": {"stop": [""]}}, "rollout.stop[0]: found '', should have at least 1 character"),
         ({"model": {"lora": {"targets": 5}}}, "model.lora.targets: found 5, should be text, or be a list"),
         ({"rollout": 5}, "rollout: found 5, should be a table of settings"),

@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from gspo.errors import BadInputError
 from gspo.policy.devices import choose_autocast, choose_device
@@ -129,6 +130,15 @@ def test_a_bad_folder_gets_one_line(copy, damage, message):
         load_policy(copy, device="cpu")
     assert str(caught.value).startswith("model.path: ")
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_neither_folder_nor_hub_model_is_said_to_be_neither(monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(BadInputError, match=r"'models/none' is no folder here and cannot be loaded as a hub id"):
+        load_policy("models/none", device="cpu")
 
 
 def test_a_device_that_is_not_there_gets_one_line():

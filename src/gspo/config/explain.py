@@ -98,7 +98,14 @@ def _sentence(finding: Any, location: Location, data: Mapping[str, Any]) -> str:
         return "missing" if in_list else f"missing; give it in the file or as --{_dotted(location)} VALUE"
     if finding["type"] == "extra_forbidden":
         return _unknown(location, data)
-    return f"found {_short(finding['input'])}, should {_allowed(finding, location)}{_spelling(finding, location)}"
+    spelling = _spelling(finding, location)
+    return f"found {_short(finding['input'])}, should {_allowed(finding, location)}{spelling}{_list_of_tables(finding)}"
+
+
+def _list_of_tables(finding: Any) -> str:
+    if finding["type"] != "list_type" or finding["loc"] != ("reward", "functions"):
+        return ""
+    return """: [[reward.functions]] in the file, or as a flag '[{function = "package.module:function"}]'"""
 
 
 def _unknown(location: Location, data: Mapping[str, Any]) -> str:

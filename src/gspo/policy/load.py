@@ -173,7 +173,8 @@ def _load_config(folder: str, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None
+        found = "cannot be loaded" if Path(folder).exists() else "is no folder here and cannot be loaded as a hub id"
+        raise BadInputError(f"model.path: {folder!r} {found}: {_one_line(error)}") from None
     _switch_dropout_off(config)
     return config
 
