@@ -84,6 +84,15 @@ def test_an_evaluation_is_written_with_its_rollouts_and_shown(run: RunFolder) ->
     assert "accuracy 0.500 [0.000, 1.000], n = 2" in screen.getvalue()
 
 
+def test_an_evaluation_that_could_not_be_scored_says_why(run: RunFolder) -> None:
+    lost = [make_rollout(0, 0, reward=None)]
+    evaluation = summarize([r.prompt for r in lost], lost, sampling=Sampling(4), samples=1, correct_at=1.0)
+    target, screen = recorder(run)
+    target.evaluation(2, evaluation)
+    target.close()
+    assert "held out after step 2: no response could be scored (the reward function raised)" in screen.getvalue()
+
+
 def test_only_the_main_process_writes(run: RunFolder) -> None:
     screen = io.StringIO()
     target = Recorder(run.read_config(), run, world=World(rank=1, size=2), console=Console(file=screen))

@@ -100,7 +100,10 @@ class Recorder:
         self._evaluations.append({"step": step, **record})
         self._track(step, {name: value_of(metric) for name, metric in evaluation_metrics(evaluation).items()})
         estimate = evaluation.accuracy
-        if estimate.value is not None:
+        if estimate.value is None:
+            reason = next((r.dropped for r in evaluation.rollouts if r.dropped is not None), "there is none")
+            self.note(f"held out after step {step}: no response could be scored ({reason})")
+        else:
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
             lost = f", {evaluation.dropped} responses not scored" if evaluation.dropped else ""
             self.note(f"held out after step {step}: accuracy {estimate.value:.3f} {interval}, n = {estimate.n}{lost}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ class Run:
         clip_range(config.objective)
         rows = load_rows(config.task, seed=config.run.seed)
         check_prompts(config, rows)
-        self.rewards = RewardRunner(config.reward, default=rows.default_reward, functions=functions)
-        try:
+        with ExitStack() as opened:
+            self.rewards = opened.enter_context(
+                RewardRunner(config.reward, default=rows.default_reward, functions=functions)
+            )
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows)
             self.task: Task = load_task(
@@ -58,7 +61,7 @@ class Run:
             self.learner = Learner(self.policy, config, world=self.world)
             if checkpoint is not None:
                 load_optimizer(checkpoint, self.policy, self.learner, self.state.version)
-            self.engine: Engine = make_engine(self.policy, config, self.state.version)
+            self.engine: Engine = opened.enter_context(closing(make_engine(self.policy, config, self.state.version)))
             stream = PromptStream(self.task.train, config.run.seed, self.state.cursor)
             self.collector = Collector(
                 stream, self.engine, self.rewards, config, training_sampling(config, self.policy)
@@ -72,9 +75,8 @@ class Run:
             self.recorder = Recorder(
                 config, self.folder, resume_step=None if resume is None else done, world=self.world
             )
-        except BaseException:
-            self.rewards.close()
-            raise
+            opened.callback(self.recorder.close)
+            self._opened = opened.pop_all()
         if resume is not None:
             where = f"after step {self.state.step}" if checkpoint is not None else "at the start: no checkpoint yet"
             on_disk = self.folder.rollout_file(self.state.step + 1).exists()
@@ -136,9 +138,7 @@ class Run:
 
     def close(self) -> None:
         """Ends worker processes, closes files, gives the terminal back."""
-        self.engine.close()
-        self.rewards.close()
-        self.recorder.close()
+        self._opened.close()
 
     def _description(self) -> list[str]:
         scorer, layout = self.policy.scorer, self.policy.layout_kind
