@@ -248,16 +248,21 @@ def noisy_rollouts(model, std):
 
 
 @pytest.mark.parametrize(("std", "says"), [(0.5, True), (1e-4, False)])
-def test_a_clip_range_below_the_engines_noise_is_said_at_the_first_step(folder, std, says):
+def test_a_clip_range_below_the_engines_noise_is_said_at_the_first_update(folder, std, says):
     learner = make_learner(folder, settings(likelihoods={"old": "sampler"}, training={"minibatches": 1}))
-    batch = make_batch(noisy_rollouts(learner.policy.model, std), learner.config)
+    rollouts = noisy_rollouts(learner.policy.model, std)
+    dull = make_batch([[dataclasses.replace(r, reward=0.0) for r in group] for group in rollouts], learner.config)
     metrics = UpdateMetrics()
-    learner.update(1, learner.prepare(batch, metrics), metrics)
+    learner.update(1, learner.prepare(dull, metrics), metrics)
+    assert metrics.warning is None  # nothing was scored
+    batch = make_batch(rollouts, learner.config)
+    metrics = UpdateMetrics()
+    learner.update(2, learner.prepare(batch, metrics), metrics)
     assert (metrics.warning is not None) == says
     if metrics.warning is not None:
         assert "below the numerical noise" in metrics.warning
     later = UpdateMetrics()
-    learner.update(2, learner.prepare(batch, later), later)
+    learner.update(3, learner.prepare(batch, later), later)
     assert later.warning is None
 
 

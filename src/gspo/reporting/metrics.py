@@ -50,7 +50,7 @@ METRICS: Mapping[str, str] = {
     "response/truncated": "Rollouts cut at `rollout.max_tokens`, over kept rollouts.",
     "conversation/turns": "Turns of the policy, mean over the kept rollouts of a multi-turn task.",
     "conversation/turn_reward/<n>": "Reward of turn n (from 0), mean over the kept rollouts that reached it.",
-    "policy/entropy": "Entropy of the policy before the update, in nats, mean over trainable tokens.",
+    "policy/entropy": "Entropy of the policy in the updates' forward passes, in nats, mean over trainable tokens.",
     "policy/kl": "KL to the reference policy (k3 estimate), mean over trainable tokens; with `objective.kl_weight`.",
     "mismatch/token": "|sampler - training engine| log-prob before the update, in nats, mean over trainable tokens.",
     "mismatch/token_max": "Largest |sampler - training engine| log-prob of a trainable token.",

@@ -83,10 +83,11 @@ class Learner:
                 place = ((step - 1) * training.epochs + epoch) * training.minibatches + minibatch.number
                 rate = learning_rate(self.config.optimizer, place, total)
                 fresh = epoch == 0 and minibatch is minibatches[0]
+                first = fresh and self.version == 0  # a weak policy may have steps without any signal before it
                 self._apply(minibatch, rate, fresh, metrics)
                 if fresh and routing is not None:
                     routing.after("first")
-                if fresh and step == 1 and self.config.objective.name in ("gspo", "gspo_token"):
+                if first and self.config.objective.name in ("gspo", "gspo_token"):
                     metrics.judge_clip_range(self.clip_low, self.clip_high)
         if routing is not None:
             routing.after("last")
