@@ -8,6 +8,7 @@ from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from gspo.errors import BadInputError
+from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.moe import moe_layers
 from gspo.policy.routing import RoutingError, record_routing, replay_routing
 from gspo.policy.routing_figures import (
@@ -111,8 +112,7 @@ def test_the_balance_loss_survives_checkpointing_and_refuses_logits_without_grad
         model(ids)
     counts = {name: expert_counts(indices, 8) for name, indices in routes.items()}
     _, expected = parts(model, ids, [2], counts)
-    model.train()
-    model.gradient_checkpointing_enable()
+    enable_activation_checkpointing(model)
     model.zero_grad()
     with replay_routing(model, routes), router_logits(model) as logits:
         model(ids)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from gspo.policy.layout import TokenLayout
+from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import Routes, record_routing, replay_routing
 from tests.policy.moe_families import make
@@ -55,8 +56,7 @@ def test_routes_recorded_in_one_layout_replay_in_another(kind, checkpointing):
     second = policy_of(model, kind)
     target = second.layout(rollouts)
     if checkpointing:
-        model.train()
-        model.gradient_checkpointing_enable()
+        enable_activation_checkpointing(model)
     found, others, proof = replayed(second, target, moved(routes, layout, target))
     assert proof.rows == target.fed_tokens
     assert set(proof.recomputes.values()) == {int(checkpointing)}

@@ -41,6 +41,7 @@ def test_each_rollout_gets_what_it_would_get_alone(texts: list[str], together: b
             assert outcome == Failure(f"not called: {MAX_LOST} calls in a row before hung or crashed")
         elif text == "nan":
             assert outcome == Failure("returned nan; rewards must be finite")
+            in_a_row = 0
         else:
             assert outcome == ALONE[text]
             in_a_row = in_a_row + 1 if text == "hang" else 0
