@@ -31,7 +31,7 @@ def shell_commands(program: str) -> list[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def work_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the README's files, and a tiny random model where the README's lies."""
     folder = tmp_path_factory.mktemp("readme")
     for name, text in named_blocks().items():
@@ -112,8 +112,8 @@ def test_the_loss_example_runs() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_work_as_written(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_the_commands_work_as_written(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(work_folder)
     runpy.run_path("make_questions.py")
     commands = shell_commands("gspo")
     assert [command[1] for command in commands] == ["train", "train", "train", "eval"]
@@ -124,9 +124,9 @@ def test_the_commands_work_as_written(workplace: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_the_python_example_works_as_written(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(workplace)
+    monkeypatch.chdir(work_folder)
     runpy.run_path("make_questions.py")
     runpy.run_path("train_larger.py")
     output = capsys.readouterr().out
