@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import gspo
-from gspo.cli import main, split_overrides
+from gspo.cli import main
+from gspo.config.flags import split_overrides
 from gspo.errors import BadInputError, GspoError
 
 CONFIG = """

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from gspo import __version__
 from gspo.config import Config, load_config
+from gspo.config.flags import split_overrides, why_unknown
 from gspo.errors import BadInputError, GspoError
 
 _OVERRIDES = """
@@ -45,7 +46,7 @@ def _dispatch(argv: list[str]) -> int:
     words, overrides = split_overrides(argv)
     arguments, unknown = _parser().parse_known_args(words)
     if unknown:
-        raise BadInputError(_unknown(unknown[0]))
+        raise BadInputError(why_unknown(unknown[0]))
     if arguments.command == "train":
         return _train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
     if arguments.command == "export":
@@ -132,39 +133,6 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     audit.add_argument("--json", type=Path, metavar="FILE", help="write every figure as JSON")
     audit.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Takes `--section.key value` and `--section.key=value` out of the arguments; the last of a name wins.
-
-    >>> split_overrides(["train", "a.toml", "--training.steps", "5", "--dry-run"])
-    (['train', 'a.toml', '--dry-run'], {'training.steps': '5'})
-    """
-    words: list[str] = []
-    overrides: dict[str, str] = {}
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if not (name.startswith("--") and "." in name):
-            words.append(word)
-            continue
-        if not equals:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise BadInputError(f"{name}: needs a value, as in {name} VALUE")
-        overrides[name.removeprefix("--")] = value
-    return words, overrides
-
-
-def _unknown(word: str) -> str:
-    from gspo.config.explain import nearest
-    from gspo.config.fields import setting_names
-
-    if not word.startswith("-"):
-        return f"{word}: unexpected; see gspo --help"
-    name = word.lstrip("-").partition("=")[0].replace("-", "_")
-    meant = nearest(name, setting_names())
-    return f"{word}: unknown flag; " + (f"did you mean --{meant}?" if meant else "see gspo --help")
 
 
 def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
