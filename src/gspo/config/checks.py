@@ -44,6 +44,7 @@ def impossible(config: Config) -> list[str]:
             f'routing.replay = "sampler" needs rollout.engine = "transformers": the experts that "{rollout.engine}" '
             'chose are not read; use routing.replay = "old"'
         )
+    found += _impossible_correction(config)
     found += _impossible_credit(config)
     named = [entry.function for entry in config.reward.functions]
     if "reasoning_gym" in named and config.task.kind != "reasoning_gym":
@@ -58,6 +59,24 @@ def impossible(config: Config) -> list[str]:
         )
     if named and not any(entry.weight for entry in config.reward.functions):
         found.append("reward.functions: every weight is 0, so that every reward is; give one a weight")
+    return found
+
+
+def _impossible_correction(config: Config) -> list[str]:
+    likelihoods, name = config.likelihoods, config.objective.name
+    if likelihoods.correction == "none":
+        return []
+    found = []
+    if likelihoods.old == "sampler":
+        found.append(
+            f'likelihoods.correction = "{likelihoods.correction}" needs likelihoods.old = "recompute": with "sampler" '
+            "old and sampler are the same and every weight is 1"
+        )
+    if likelihoods.correction_level == "token" and name in BY_RESPONSE:
+        found.append(
+            f'likelihoods.correction_level = "token" needs an advantage per token, and objective.name = "{name}" takes '
+            'one per response; use "sequence", or objective.name = "gspo_token"'
+        )
     return found
 
 
@@ -93,7 +112,13 @@ def _impossible_credit(config: Config) -> list[str]:
 
 def without_effect(config: Config) -> list[str]:
     """Settings that can have no effect, one line each."""
-    return [*_of_the_engine(config), *_of_the_update(config), *_of_the_data(config), *_of_evaluation(config)]
+    return [
+        *_of_the_engine(config),
+        *_of_the_correction(config),
+        *_of_the_update(config),
+        *_of_the_data(config),
+        *_of_evaluation(config),
+    ]
 
 
 def _of_the_engine(config: Config) -> list[str]:
@@ -101,6 +126,20 @@ def _of_the_engine(config: Config) -> list[str]:
     if rollout.servers and rollout.engine != "server":
         return [f'rollout.servers has no effect with rollout.engine = "{rollout.engine}"']
     return []
+
+
+def _of_the_correction(config: Config) -> list[str]:
+    likelihoods = config.likelihoods
+    used = {
+        "none": (),
+        "truncate": ("correction_level", "correction_high"),
+        "mask": ("correction_level", "correction_low", "correction_high"),
+    }[likelihoods.correction]
+    return [
+        f'likelihoods.{name} has no effect with likelihoods.correction = "{likelihoods.correction}"'
+        for name in ("correction_level", "correction_low", "correction_high")
+        if name not in used and getattr(likelihoods, name) != type(likelihoods).model_fields[name].default
+    ]
 
 
 def _of_the_update(config: Config) -> list[str]:

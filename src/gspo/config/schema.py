@@ -168,6 +168,18 @@ class LikelihoodsConfig(Section):
         description="`recompute`: the training engine scores the responses before the update; `sampler`: those the "
         "inference engine returned, with no scoring pass.",
     )
+    correction: Literal["none", "truncate", "mask"] = Field(
+        "none",
+        description="Weight responses by old / sampler for what the engines disagree by: cut at `correction_high` "
+        "(`truncate`), or 0 outside of `correction_low` to `correction_high` (`mask`).",
+    )
+    correction_level: Literal["sequence", "token"] = Field(
+        "sequence",
+        description="A weight per response (its geometric mean) or per token; objectives that take an advantage per "
+        "response allow the first alone.",
+    )
+    correction_low: float = Field(0.5, ge=0, lt=1, description="Smallest weight that `mask` lets through.")
+    correction_high: float = Field(2.0, gt=1, description="Largest weight.")
 
 
 class RoutingConfig(Section):

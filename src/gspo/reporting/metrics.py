@@ -55,6 +55,11 @@ METRICS: Mapping[str, str] = {
     "mismatch/token": "|sampler - training engine| log-prob before the update, in nats, mean over trainable tokens.",
     "mismatch/token_max": "Largest |sampler - training engine| log-prob of a trainable token.",
     "mismatch/sequence": "|mean of a response's sampler - training engine log-probs|, mean over rollouts.",
+    "mismatch/not_finite": "Rollouts dropped because the engine returned a log-prob that is not finite, over all "
+    "rollouts.",
+    "correction/weight": "old / sampler after it was cut or rejected, mean over responses (tokens) as "
+    "`likelihoods.correction_level` says; the figures under `mismatch/` are those before.",
+    "correction/changed": "Responses (tokens) whose weight was cut or rejected, over responses (tokens).",
     "objective/loss": "Loss, mean over the updates of the step.",
     "ratio/log_mean": "Length-normalised sequence log-ratio current / old, in nats, mean over sequences.",
     "ratio/log_{min,p01,p50,p99,max}": "Extremes and quantiles of the objective's log-ratios over its units "

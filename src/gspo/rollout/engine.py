@@ -9,6 +9,9 @@ from torch import Tensor
 
 from gspo.types import Request, Rollout, Sampling
 
+NOT_FINITE = "log-probs are not finite"
+"""How `Rollout.dropped` begins where an engine returned NaN or an infinity for a sampled token."""
+
 
 @runtime_checkable
 class Engine(Protocol):

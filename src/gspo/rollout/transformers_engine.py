@@ -18,6 +18,7 @@ from gspo.errors import BadInputError
 from gspo.rollout.attention import grouped
 from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
 from gspo.rollout.decoding import Decoder, Prefix, float32_head
+from gspo.rollout.engine import NOT_FINITE
 from gspo.rollout.route_recording import RouteRecorder, recording
 from gspo.rollout.sampling import draw, uniforms
 from gspo.rollout.text import Ending
@@ -42,7 +43,7 @@ class _Row:
     def extend(self, token: int, logprob: float, ending: Ending) -> None:
         """Appends a drawn token and decides whether it is the last."""
         if not math.isfinite(logprob):
-            self.finish, self.dropped = "error", f"log-probs are not finite at response token {len(self.ids)}"
+            self.finish, self.dropped = "error", f"{NOT_FINITE} at response token {len(self.ids)}"
             return
         self.ids.append(token)
         self.logprobs.append(logprob)

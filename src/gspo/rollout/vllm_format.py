@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from gspo.errors import BadInputError
+from gspo.rollout.engine import NOT_FINITE
 from gspo.rollout.sampling import noise_key
 from gspo.rollout.text import StopStrings, decode
 from gspo.types import Prompt, Request, Rollout, Sampling, VersionSpan
@@ -151,7 +152,7 @@ def finished(
     """
     for index, logprob in enumerate(logprobs):
         if not math.isfinite(logprob) or logprob <= _NOT_FINITE:
-            return failed(draw, f"log-probs are not finite at response token {index}", versions)
+            return failed(draw, f"{NOT_FINITE} at response token {index}", versions)
     body = ids[:-1] if ids and ids[-1] in sampling.eos_ids else ids
     text = stops.cut(ids) if reason == "stop" and body is ids else None
     return Rollout(

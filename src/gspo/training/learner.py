@@ -17,6 +17,7 @@ from gspo.policy.model import Policy
 from gspo.policy.routing_probe import why_unobservable
 from gspo.policy.sampled_routes import prompt_routes_agree, sampled_routes
 from gspo.training.clip_range import clip_range
+from gspo.training.correction import corrected, correction_of
 from gspo.training.load_balancing import load_balancing, observed
 from gspo.training.minibatch import MicroBatch, MiniBatch
 from gspo.training.optimizer import learning_rate, make_optimizer
@@ -62,7 +63,8 @@ class Learner:
                     routes=micro.routes,
                     record=self._records,
                 )
-                micro.batch.old_logprobs, micro.routes = scores.logprobs, scores.routes or micro.routes
+                micro.routes = scores.routes or micro.routes
+                self._recomputed(micro.batch, scores, metrics)
                 metrics.mismatch(scores, micro.batch)
         else:
             for micro in _micro_batches(minibatches):
@@ -142,7 +144,7 @@ class Learner:
                 ) as scores,
             ):
                 if micro.batch.old_logprobs is None:
-                    micro.batch.old_logprobs = scores.logprobs.detach()
+                    self._recomputed(micro.batch, scores, metrics)
                 loss = self._loss(scores, micro.batch, minibatch.totals, metrics)
                 if balance is not None and logits is not None:
                     part = balance.part(logits, micro.layout)
@@ -161,6 +163,14 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.version += 1
+
+    def _recomputed(self, batch: Batch, scores: Scores, metrics: UpdateMetrics) -> None:
+        """Takes the old log-probs from the training engine, and corrects for those that the responses came from."""
+        batch.old_logprobs = scores.logprobs.detach()
+        correction = correction_of(batch, self.config.likelihoods)
+        if correction is not None:
+            batch.advantages = corrected(batch.advantages, correction.weights)
+            metrics.correction(correction)
 
     def _loss(self, scores: Scores, batch: Batch, totals: Totals, metrics: UpdateMetrics) -> Tensor:
         """This micro-batch's share of the mini-batch's loss."""

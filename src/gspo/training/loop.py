@@ -100,5 +100,8 @@ def _step(run: Run) -> StepResult:
     run.recorder.metrics(step, metrics)
     sampled = sum(len(rollout.response_ids) for rollout in collected.sampled)
     trained = sum(len(rollout.response_ids) for rollout in batch.rollouts)
-    run.recorder.timings(step, clock.seconds, {"rollout": sampled, "update": trained}, peak_memory_bytes())
+    rescored = minibatches[1:] if config.likelihoods.old == "recompute" else []
+    scored = sum(len(r.response_ids) for m in rescored for micro in m.micro_batches for r in micro.batch.rollouts)
+    tokens = {"rollout": sampled, "score": scored, "update": trained}
+    run.recorder.timings(step, clock.seconds, tokens, peak_memory_bytes())
     return StepResult(step, metrics, batch.rollouts)

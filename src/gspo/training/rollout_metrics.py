@@ -8,6 +8,7 @@ import numpy as np
 
 from gspo.config import Config
 from gspo.reporting.metrics import Metric, Ratio
+from gspo.rollout.engine import NOT_FINITE
 from gspo.training.collect import Collected
 from gspo.training.credit import has_signal
 from gspo.types import Rollout
@@ -28,6 +29,7 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, Metric]:
         "reward/group_std": _group_std(groups),
         "reward/accuracy": Ratio(sum(reward >= config.reward.correct_at for reward in rewards), len(rewards)),
         "reward/dropped": Ratio(len(sampled) - len(kept), len(sampled)),
+        "mismatch/not_finite": Ratio(sum((r.dropped or "").startswith(NOT_FINITE) for r in sampled), len(sampled)),
         "group/without_signal": Ratio(sum(not has_signal(group, config) for group in groups), len(groups)),
         "group/resampled": len(collected.replaced),
         "response/length": Ratio(sum(lengths), len(lengths)),

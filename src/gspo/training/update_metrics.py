@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gspo.objectives import ObjectiveOutput, ObjectiveStats, clip_range_below_noise, engine_differences
+from gspo.objectives import Correction, ObjectiveOutput, ObjectiveStats, clip_range_below_noise, engine_differences
 from gspo.objectives.guidance import EngineDifferences
 from gspo.reporting.metrics import Metric, Ratio
 from gspo.reporting.objective_metrics import objective_metrics
@@ -32,6 +32,7 @@ class UpdateMetrics:
         self._token_mismatch: list[Tensor] = []
         self._sequence_mismatch: list[Tensor] = []
         self._agreement: list[tuple[float, int]] = []
+        self._corrections: list[Correction] = []
         self._balance: list[Tensor] = []
 
     def mismatch(self, scores: Scores, batch: Batch) -> None:
@@ -63,6 +64,10 @@ class UpdateMetrics:
     def kl(self, per_token: Tensor, batch: Batch) -> None:
         """The KL estimate [B, T] of one forward pass."""
         self._kl.append(per_token.detach()[batch.mask])
+
+    def correction(self, found: Correction) -> None:
+        """The weights of one forward pass's rollouts for what the engines disagree by."""
+        self._corrections.append(found)
 
     def load_balancing(self, part: Tensor, weight: float) -> None:
         """One forward pass's part of the auxiliary loss, which the mini-batch's loss has `weight` times."""
@@ -103,6 +108,10 @@ class UpdateMetrics:
                 sum(share * tokens for share, tokens in self._agreement), sum(tokens for _, tokens in self._agreement)
             )
             metrics["routing/agreement_min"] = min(share for share, _ in self._agreement)
+        if self._corrections:
+            units = sum(int(c.units) for c in self._corrections)
+            metrics["correction/weight"] = Ratio(sum(float(c.weights.double().sum()) for c in self._corrections), units)
+            metrics["correction/changed"] = Ratio(sum(int(c.changed) for c in self._corrections), units)
         if self._balance:
             metrics["routing/load_balancing"] = Ratio(sum(float(part) for part in self._balance), updates)
         metrics |= self.routing
