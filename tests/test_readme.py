@@ -82,6 +82,7 @@ def test_the_tiny_quickstart_differs_in_size_alone() -> None:
     for config in (full, tiny):
         for section, key in [("task", "size"), ("task", "held_out"), ("rollout", "prompts")]:
             del config[section][key]
+        del config["task"]["parameters"]["max_digits"]
         del config["training"], config["rollout"]
     assert tiny == full
 
@@ -112,7 +113,9 @@ def test_the_loss_example_runs() -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_work_as_written(work_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_work_as_written(
+    work_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(work_folder)
     runpy.run_path("make_questions.py")
     commands = shell_commands("gspo")
@@ -120,6 +123,12 @@ def test_the_commands_work_as_written(work_folder: Path, monkeypatch: pytest.Mon
     for command in commands:
         assert main(command[1:]) == 0, command
     assert list(Path("runs", "larger").rglob("model.safetensors"))
+    (reading,) = [text for language, text in BLOCKS if language == "python" and "read_rollouts" in text]
+    capsys.readouterr()
+    exec(reading, {})
+    assert [line.partition(" ")[0] in ("0.0", "0.5", "1.0") for line in capsys.readouterr().out.splitlines()] == [
+        True
+    ] * 8
 
 
 @pytest.mark.slow

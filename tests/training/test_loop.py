@@ -157,6 +157,17 @@ def test_dynamic_sampling_replaces_groups_without_signal(folder, tmp_path):
         assert m["sums"]["group/without_signal"][1] == 4 + m["group/resampled"]
 
 
+def test_a_step_without_signal_says_that_it_taught_nothing(folder, tmp_path, capsys):
+    def same_for_all(completions, **_):
+        return [1.0] * len(completions)
+
+    config = settings(folder, tmp_path, training={"steps": 1}, task={"held_out": 0})
+    loop.train(config, reward=same_for_all)
+    assert "step 1 taught nothing: in every group all rewards are equal, or were dropped" in capsys.readouterr().out
+    loop.train(settings(folder, tmp_path, "other", training={"steps": 1}, task={"held_out": 0}), reward=early_words)
+    assert "taught nothing" not in capsys.readouterr().out
+
+
 def test_a_failing_reward_costs_its_rollout_alone_until_too_many_fail(folder, tmp_path):
     def fails_on_w9(completions, **_):
         if any("w9" in c for c in completions):

@@ -98,6 +98,8 @@ def _step(run: Run) -> StepResult:
     run.state.advance(learner.version, run.collector.stream.cursor)
     metrics = rollout_metrics(collected, config) | update_metrics.as_metrics()
     run.recorder.metrics(step, metrics)
+    if metrics["optimizer/updates"] == 0:
+        run.recorder.note(f"step {step} taught nothing: in every group all rewards are equal, or were dropped")
     sampled = sum(len(rollout.response_ids) for rollout in collected.sampled)
     trained = sum(len(rollout.response_ids) for rollout in batch.rollouts)
     rescored = minibatches[1:] if config.likelihoods.old == "recompute" else []
