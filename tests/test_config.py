@@ -247,6 +247,18 @@ def test_impossible_combinations_are_all_named() -> None:
     ]
 
 
+@pytest.mark.parametrize("replay", ["old", "sampler"])
+def test_compiled_layers_and_replay_refuse_each_other_by_name(replay: str) -> None:
+    tables = settings(model={"compile": True}, routing={"replay": replay})
+    (line,) = complaints(tables)
+    assert line == (
+        f'a.toml: model.compile = true cannot be with routing.replay = "{replay}": compiled layers do not hand the '
+        "choice of experts over; set model.compile = false"
+    )
+    tables["routing"] = {"replay": "off"}
+    assert build_config(tables | {"model": tables["model"] | {"activation_checkpointing": True}}).model.compile
+
+
 def test_servers_are_needed_by_their_engine_alone() -> None:
     (line,) = complaints(settings(rollout={"engine": "server"}))
     assert "rollout.servers: found none" in line

@@ -36,8 +36,8 @@ def test_evaluation_needs_the_weights_alone_and_a_reference_is_a_second_copy():
     assert memory_of(config, reference=True).reference == memory_of(config).weights
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_of_the_size_that_a_forward_pass_leaves_behind(checkpointing):
+@pytest.mark.parametrize(("checkpointing", "autocast"), [(False, False), (True, False), (False, True)])
+def test_activations_are_of_the_size_that_a_forward_pass_leaves_behind(checkpointing, autocast):
     model = tiny_model("llama")
     if checkpointing:
         load.enable_activation_checkpointing(model)
@@ -52,13 +52,24 @@ def test_activations_are_of_the_size_that_a_forward_pass_leaves_behind(checkpoin
         return tensor
 
     ids = torch.randint(3, 60, (1, tokens))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    precision = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    with precision, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         kept = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    estimate = memory_of(model.config, tokens=tokens, activation_checkpointing=checkpointing).activations
+    estimate = memory_of(
+        model.config, tokens=tokens, activation_checkpointing=checkpointing, autocast=autocast
+    ).activations
     if checkpointing:  # the estimate allows for the one layer, of two, that is computed again in the backward pass
         estimate -= memory_of(model.config, tokens=tokens).activations // 2
     assert kept.requires_grad
     assert 0.4 * sum(held.values()) < estimate < 2.5 * sum(held.values())
+
+
+def test_autocast_adds_a_copy_of_the_layers_matrices_and_halves_the_feed_forward():
+    config = tiny_model("llama").config
+    layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48  # q, k, v, o and gate, up, down
+    plain, cast = (memory_of(config, tokens=10, autocast=autocast).activations for autocast in (False, True))
+    assert plain - cast == 10 * 2 * (4 * 48 * 2) - 2 * 2 * layer
+    assert memory_of(config, autocast=True).activations == 0
 
 
 def test_a_model_that_cannot_fit_is_refused_with_what_to_try():

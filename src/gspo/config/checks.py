@@ -37,6 +37,11 @@ def impossible(config: Config) -> list[str]:
             'routing.replay = "old" needs likelihoods.old = "recompute": without an old forward there are no old '
             'experts; use routing.replay = "sampler"'
         )
+    if config.model.compile and config.routing.replay != "off":
+        found.append(
+            f'model.compile = true cannot be with routing.replay = "{config.routing.replay}": compiled layers do not '
+            "hand the choice of experts over; set model.compile = false"
+        )
     if rollout.engine == "server" and not rollout.servers:
         found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
     if rollout.engine != "transformers" and config.routing.replay == "sampler":

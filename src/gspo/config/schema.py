@@ -60,6 +60,11 @@ class ModelConfig(Section):
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass: less memory, about a third more time."
     )
+    compile: bool = Field(
+        False,
+        description="Run the layers through `torch.compile` when scoring and updating (dense models; needs a C++ "
+        "compiler). Numbers are the same to rounding, not bit for bit; the first step takes a minute more.",
+    )
     trust_remote_code: bool = Field(False, description="Run Python code that a model repository ships.")
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters instead of all weights.")
 

@@ -75,7 +75,9 @@ def layout_attention(
     return out.flatten(0, 1).transpose(0, 1).unsqueeze(0), None
 
 
-AttentionInterface.register(NAME, layout_attention)
+# Opaque to torch.compile: the tiles differ with every layout, and each would be compiled anew.
+_opaque = torch.compiler.disable(layout_attention, reason="its tiles differ by layout")  # type: ignore[no-untyped-call]
+AttentionInterface.register(NAME, _opaque)
 
 
 class _LayoutAttention(torch.autograd.Function):

@@ -39,6 +39,16 @@ def choose_autocast(dtype: str, device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cpu" and cpu_multiplies_bfloat16() else None
 
 
+def slow_autocast(autocast: torch.dtype | None, device: torch.device) -> tuple[str, ...]:
+    """A note where bfloat16 was asked for and the device has no instructions for it."""
+    if autocast is torch.bfloat16 and device.type == "cpu" and not cpu_multiplies_bfloat16():
+        return (
+            'model.dtype = "bfloat16": this CPU has no matrix instructions for it and is about 100 times slower than '
+            'in float32; use "auto" or "float32"',
+        )
+    return ()
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has matrix instructions for bfloat16."""
     capabilities = torch.cpu.get_capabilities()

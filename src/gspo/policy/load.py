@@ -14,7 +14,8 @@ from transformers.utils import logging as hf_logging
 from gspo.config import LoraConfig
 from gspo.errors import BadInputError
 from gspo.policy import adapters
-from gspo.policy.devices import choose_autocast, choose_device
+from gspo.policy.compiling import CompiledLayers
+from gspo.policy.devices import choose_autocast, choose_device, slow_autocast
 from gspo.policy.memory import MemoryEstimate, check_fits, estimate_memory, free_memory
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.probe import probe
@@ -32,6 +33,7 @@ def load_policy(
     layout: Literal["auto", "shared", "packed", "padded"] = "auto",
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
+    compile: bool = False,
     trust_remote_code: bool = False,
     train: bool = True,
     reference: bool = False,
@@ -46,6 +48,7 @@ def load_policy(
     Args:
         resume: a checkpoint of the same run, whose weights or adapter go on; `path` remains the start.
         dtype: arithmetic of the passes; see `choose_autocast`.
+        compile: run the layers through `torch.compile` when scoring and updating; see `CompiledLayers`.
         train: False for evaluation: nothing requires a gradient.
         reference: keep the starting weights for the KL (with LoRA they are the model with the adapter off).
         tokens: tokens of a micro-batch, for the memory estimate.
@@ -57,6 +60,7 @@ def load_policy(
     preview = preview_policy(
         path,
         resume=resume,
+        dtype=dtype,
         device=device,
         train=train,
         lora=lora,
@@ -65,15 +69,15 @@ def load_policy(
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
     )
-    target, config, tokenizer = preview.device, preview.config, preview.tokenizer
+    target, config, tokenizer, autocast = preview.device, preview.config, preview.tokenizer, preview.autocast
     tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
     model = _load_model(preview.folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
     findings = probe(model, "shared" if layout == "auto" else layout)
-    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, choose_autocast(dtype, target))
+    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast)
     frozen = None
     if reference and lora is None:
         original = _load_model(resolve_path(str(path)), config, trust_remote_code)
-        frozen = replace(scorer, model=original.to(target).requires_grad_(False))
+        frozen = _compiled(replace(scorer, model=original.to(target).requires_grad_(False)), compile)
     adapter = None
     if lora is not None:
         adapter = adapters.add_lora(model, lora, train=train, seed=seed)
@@ -83,13 +87,13 @@ def load_policy(
         enable_activation_checkpointing(model)
     eos = eos_ids(model, tokenizer)
     return Policy(
-        scorer=scorer,
+        scorer=_compiled(scorer, compile),
         tokenizer=tokenizer,
         eos_ids=eos,
         pad_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos[0] if eos else 0),
         context_length=preview.context_length,
         layout_kind=findings.layout,
-        notes=(*tight, *findings.notes),
+        notes=(*tight, *slow_autocast(autocast, target), *findings.notes),
         memory=preview.memory,
         adapter=adapter,
         frozen=frozen,
@@ -107,12 +111,14 @@ class Preview:
     context_length: int | None
     memory: MemoryEstimate
     free: int | None
+    autocast: torch.dtype | None
 
 
 def preview_policy(
     path: str | Path,
     *,
     resume: Path | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "auto",
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
@@ -123,6 +129,7 @@ def preview_policy(
 ) -> Preview:
     """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same."""
     target = choose_device(device)
+    autocast = choose_autocast(dtype, target)
     folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
     config = _load_config(adapter_chain(folder)[0], trust_remote_code)
     memory = memory_of(
@@ -133,9 +140,10 @@ def preview_policy(
         tokens=tokens,
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
+        autocast=autocast is not None,
     )
     tokenizer = _load_tokenizer(folder, trust_remote_code)
-    return Preview(folder, target, config, tokenizer, context_length(config), memory, free_memory(target))
+    return Preview(folder, target, config, tokenizer, context_length(config), memory, free_memory(target), autocast)
 
 
 def memory_of(
@@ -147,6 +155,7 @@ def memory_of(
     tokens: int = 0,
     activation_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    autocast: bool = False,
 ) -> MemoryEstimate:
     """What a model of this config will need; no weight is read or made."""
     with torch.device("meta"):
@@ -162,7 +171,12 @@ def memory_of(
         reference=reference,
         tokens=tokens,
         activation_checkpointing=activation_checkpointing,
+        autocast=autocast,
     )
+
+
+def _compiled(scorer: ScoringModel, wanted: bool) -> ScoringModel:
+    return replace(scorer, compiled=CompiledLayers(scorer.model)) if wanted else scorer
 
 
 def _one_line(error: Exception) -> str:

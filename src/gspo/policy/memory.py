@@ -11,7 +11,7 @@ import torch
 from gspo.errors import BadInputError
 
 GB = 1e9
-FLOAT32 = 4
+FLOAT32, BFLOAT16 = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ def estimate_memory(
     reference: bool = False,
     tokens: int = 0,
     activation_checkpointing: bool = False,
+    autocast: bool = False,
 ) -> MemoryEstimate:
     """What training needs, before any weight is read.
 
@@ -60,10 +61,14 @@ def estimate_memory(
         lora_parameters: trainable parameters if only an adapter is trained.
         reference: whether a frozen copy of the model is held too (KL without LoRA).
         tokens: tokens of a micro-batch; 0 leaves activations out.
+        autocast: whether matrix products run in bfloat16; a pass then holds a bfloat16 copy of each matrix.
     """
     count = sum(p.numel() for p in model.parameters())
     trainable = (count if lora_parameters is None else lora_parameters) if train else 0
-    activations = tokens * _activation_bytes(config.get_text_config(), activation_checkpointing) if train else 0
+    activations = 0
+    if train and tokens:
+        activations = tokens * _activation_bytes(config.get_text_config(), activation_checkpointing, autocast)
+        activations += BFLOAT16 * _matrix_elements(model) if autocast else 0
     return MemoryEstimate(
         parameters=count,
         weights=FLOAT32 * (count + (lora_parameters or 0)),
@@ -74,17 +79,27 @@ def estimate_memory(
     )
 
 
-def _activation_bytes(config: Any, checkpointing: bool) -> int:
-    """Bytes one token leaves behind for the backward pass, in float32.
+def _matrix_elements(model: torch.nn.Module) -> int:
+    """Elements of the layers' matrices; embeddings are looked up, and the head is multiplied in float32."""
+    apart = {id(model.get_input_embeddings().weight)}  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    apart.add(id(getattr(head, "weight", None)))
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in apart)
+
+
+def _activation_bytes(config: Any, checkpointing: bool, autocast: bool) -> int:
+    """Bytes one token leaves behind for the backward pass.
 
     A layer keeps about twelve tensors of the hidden width (norms, queries, keys, values, residuals) and four
-    of the feed-forward width, for each expert that the token visits.
+    of the feed-forward width, for each expert that the token visits. Under autocast only the latter are bfloat16:
+    norms and residuals stay float32, and their casts are kept beside them.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
     experts = getattr(config, "num_experts_per_tok", None)
     width = getattr(config, "moe_intermediate_size", None) if experts else None
     width = width or getattr(config, "intermediate_size", None) or 4 * hidden
-    layer = FLOAT32 * (12 * hidden + 4 * int(width) * (experts or 1))
+    wide = BFLOAT16 if autocast else FLOAT32
+    layer = FLOAT32 * 12 * hidden + wide * 4 * int(width) * (experts or 1)
     return int(layer + layers * FLOAT32 * hidden if checkpointing else layers * layer)
 
 

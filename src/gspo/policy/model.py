@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from gspo.policy import head as heads
 from gspo.policy.adapters import adapter_off
 from gspo.policy.attention import use_layout
+from gspo.policy.compiling import CompiledLayers
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
 from gspo.policy.memory import MemoryEstimate
 from gspo.policy.route_checks import Routes
@@ -29,12 +30,14 @@ class ScoringModel:
     `exact_head`: the head was proven equal to the model's own logits, so that logits are never made for all
     tokens. `layout_attention`: the attention that computes only a layout's own blocks was proven too; else rows
     are packed or padded as `transformers` does it. `autocast`: dtype of the matrix products; None for float32.
+    `compiled`: layers that take the place of the model's own in both passes.
     """
 
     model: Any
     exact_head: bool
     layout_attention: bool
     autocast: torch.dtype | None = None
+    compiled: CompiledLayers | None = None
 
     @property
     def device(self) -> torch.device:
@@ -44,7 +47,11 @@ class ScoringModel:
     @contextmanager
     def attending(self, layout: TokenLayout) -> Iterator[None]:
         """Spans the forward and the backward pass over `layout`."""
-        with use_layout(self.model, layout) if self.layout_attention and layout.kind != "padded" else nullcontext():
+        with ExitStack() as contexts:
+            if self.layout_attention and layout.kind != "padded":
+                contexts.enter_context(use_layout(self.model, layout))
+            if self.compiled is not None:
+                contexts.enter_context(self.compiled.active())
             yield
 
     def token_logprobs(

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from gspo.config import Config
+from gspo.policy.devices import slow_autocast
 from gspo.policy.load import Preview
 from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import Task, load_task
@@ -29,6 +30,7 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
         warnings = config.warnings() + rewards.validate(rows.train)
         names = rewards.names
     policy = preview_trained_policy(config, None, rows)
+    warnings += slow_autocast(policy.autocast, policy.device)
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]

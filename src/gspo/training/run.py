@@ -172,8 +172,8 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
     return load_policy(
         config.model.path,
         resume=checkpoint,
-        dtype=config.model.dtype,
         layout=config.model.layout,
+        compile=config.model.compile,
         seed=config.run.seed,
         **_policy_settings(config, rows),
     )
@@ -181,6 +181,7 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
 
 def _policy_settings(config: Config, rows: Rows) -> dict[str, Any]:
     return {
+        "dtype": config.model.dtype,
         "device": config.model.device,
         "activation_checkpointing": config.model.activation_checkpointing,
         "lora": config.model.lora,
