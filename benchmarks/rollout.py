@@ -1,29 +1,35 @@
-"""How fast the embedded engine samples, against transformers' `generate`.
+"""How fast the embedded engine samples, against `generate`, `generate_batch`, and vLLM where installed.
 
     python benchmarks/rollout.py                              the quickstart's shape: 8 prompts x 8 short responses
     python benchmarks/rollout.py --prompts 2 --response 128 --variants ours generate
     python benchmarks/rollout.py --model FOLDER               real weights instead of random ones
+    python benchmarks/rollout.py --json FILE                  writes the rows, with each one's speed over ours
 
 Random weights of SmolLM2-135M's shape end a response after a geometric number of tokens, because one in `--every` ids
 counts as EOS; all variants draw from the same distribution, up to `--response` tokens. Only tokens up to and with the
 EOS count. Each variant runs in a process of its own, twice, and the second run is timed: wall and processor seconds,
-the latter because a busy machine does not change them much. Prints one JSON line a variant.
+the latter because a busy machine does not change them much; vLLM works in this process too, so that its seconds are
+counted likewise. All run in float32. Prints one JSON line a variant.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 import random
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.types import Prompt, Request, Sampling
@@ -86,7 +92,61 @@ def generate(model: Any, prompts: Ids, eos: list[int], args: argparse.Namespace)
     return run
 
 
-VARIANTS = {"ours": ours, "generate": generate}
+def generate_batch(model: Any, prompts: Ids, eos: list[int], args: argparse.Namespace) -> Callable[[], Ids]:
+    """Continuous batching over paged caches. Sized by hand: by default it is half as fast on a CPU."""
+    page = 32
+    longest = max(map(len, prompts)) + args.response
+    rows = args.prompts * args.samples
+    batching = ContinuousBatchingConfig(
+        page_size=page, num_blocks=rows * -(-longest // page) + 1, max_batch_tokens=512, seed=0
+    )
+    inputs = [prompt for prompt in prompts for _ in range(args.samples)]
+
+    def run() -> Ids:
+        found = model.generate_batch(
+            inputs, generation_config=_settings(eos, args), continuous_batching_config=batching, progress_bar=False
+        )
+        return [list(output.generated_tokens) for output in found.values()]
+
+    return run
+
+
+def vllm(model: Any, prompts: Ids, eos: list[int], args: argparse.Namespace) -> Callable[[], Ids]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        llm = LLM(
+            folder,
+            dtype="float32",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            max_model_len=max(map(len, prompts)) + args.response,
+            max_num_seqs=args.prompts * args.samples,
+            kv_cache_memory_bytes=1 << 30,
+            enforce_eager=True,  # compiling for a CPU takes minutes
+        )
+    sampling = SamplingParams(
+        n=args.samples,
+        max_tokens=args.response,
+        temperature=1.0,
+        stop_token_ids=eos,
+        detokenize=False,
+        logprobs=0,
+    )
+    requests = [{"prompt_token_ids": ids} for ids in prompts]
+
+    def run() -> Ids:
+        llm.reset_prefix_cache()
+        found = llm.generate(requests, sampling, use_tqdm=False)
+        return [list(output.token_ids) for request in found for output in request.outputs]
+
+    return run
+
+
+VARIANTS = {"ours": ours, "generate": generate, "generate_batch": generate_batch, "vllm": vllm}
+INSTALLED = [name for name in VARIANTS if name != "vllm" or importlib.util.find_spec("vllm")]
 
 
 def measure(variant: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -126,14 +186,26 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=24, help="most tokens of a response")
     parser.add_argument("--every", type=int, default=12, help="one in so many ids ends a response")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=INSTALLED)
+    parser.add_argument("--json", type=Path, help="file for the rows")
     parser.add_argument("--here", choices=list(VARIANTS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
         print(json.dumps(measure(args.here, args)), flush=True)
         return
+    rows = []
     for variant in args.variants:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--here", variant], check=True)
+        command = [sys.executable, __file__, *sys.argv[1:], "--here", variant]
+        rows.append(
+            json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    speeds = {row["variant"]: row["tokens_per_cpu_s"] for row in rows}
+    for row in rows:
+        row["ours_over_it"] = round(speeds["ours"] / row["tokens_per_cpu_s"], 2) if "ours" in speeds else None
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
