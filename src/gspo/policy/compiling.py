@@ -1,8 +1,9 @@
 """`torch.compile` for decoder layers, while rollouts are scored and updated on.
 
-What gains is what surrounds the matrix products: norms, rotary positions, gates and residuals are each several passes
-over memory, which the compiler joins. Attention over a layout and the head are functions of their own, which the
-compiler leaves as they are.
+What can gain is what surrounds the matrix products: norms, rotary positions, gates and residuals are several passes
+over memory each, which the compiler joins. On a CPU the products outweigh them (four layers of SmolLM2's width, 280
+tokens, one thread: 0.61 CPU-seconds compiled, 0.61 plain). Attention over a layout and the head are functions of their
+own, which the compiler leaves as they are.
 """
 
 from __future__ import annotations
