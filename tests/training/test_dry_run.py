@@ -48,6 +48,19 @@ def test_what_would_stop_the_run_stops_the_dry_run(model: Path) -> None:
         dry_run(config(model, rollout={"prompts": 4, "max_tokens": 128}), [early_words])
 
 
+@pytest.mark.parametrize("routing", [{"replay": "old"}, {"replay": "sampler"}, {"load_balancing_weight": 0.1}])
+def test_experts_that_are_to_be_replayed_or_balanced_must_be_there(tmp_path: Path, routing: dict[str, object]) -> None:
+    (name,) = routing
+    for family, dense in (("llama", True), ("qwen3_moe", False)):
+        folder = save_tiny(tmp_path / family, family)
+        (folder / "model.safetensors").write_bytes(b"never read")
+        if dense:
+            with pytest.raises(BadInputError, match=rf"^routing\.{name}.*LlamaForCausalLM.* no Mixture-of-Experts layer"):
+                dry_run(config(folder, routing=routing), [early_words])
+        else:
+            assert dry_run(config(folder, routing=routing), [early_words])
+
+
 def test_the_command_prints_the_resolved_config_and_makes_no_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

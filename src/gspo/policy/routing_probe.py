@@ -39,13 +39,18 @@ def why_unobservable(model: Any) -> str | None:
     """Why experts and router logits of a model cannot be read off its forward; None where they can."""
     try:
         if not moe_layers(model):
-            return f"{type(model).__name__} has no Mixture-of-Experts layer with an experts module"
+            return why_dense(model)
         with record_routing(model), router_logits(model):
             model(input_ids=_few_tokens(model), use_cache=False)
     except (BadInputError, RoutingError) as error:
         # What the user can do about replay is no help here.
         return str(error).partition("; docs/")[0].removeprefix("routing.replay: ").removeprefix("routing: ")
     return None
+
+
+def why_dense(model: Any) -> str:
+    """What to say of a model without MoE layers."""
+    return f"{type(model).__name__} has no Mixture-of-Experts layer with an experts module"
 
 
 def _few_tokens(model: Any) -> Tensor:

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from gspo.config import RoutingConfig
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo.config import Config, RoutingConfig
 from gspo.errors import BadInputError
-from gspo.policy.routing_probe import check_replayable, why_unobservable
+from gspo.policy.load import Preview
+from gspo.policy.moe import moe_layers, require_moe_layers
+from gspo.policy.routing_probe import check_replayable, why_dense, why_unobservable
+
+
+def check_architecture(preview: Preview, config: Config) -> None:
+    """Raises BadInputError where experts are to be replayed or balanced and there are none; reads no weight."""
+    routing = config.routing
+    if routing.replay == "off" and routing.load_balancing_weight == 0:
+        return
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(preview.config, trust_remote_code=config.model.trust_remote_code)
+    if routing.replay != "off":
+        require_moe_layers(shell)
+    elif not moe_layers(shell):
+        raise _cannot_balance(routing, why_dense(shell))
 
 
 def check_routing(model: Any, config: RoutingConfig) -> None:
@@ -14,7 +32,11 @@ def check_routing(model: Any, config: RoutingConfig) -> None:
     if config.replay != "off":
         check_replayable(model)
     if config.load_balancing_weight > 0 and (why := why_unobservable(model)) is not None:
-        raise BadInputError(
-            f"routing.load_balancing_weight = {config.load_balancing_weight:g} needs a Mixture-of-Experts model whose "
-            f"routers can be read: {why}; set it to 0 for this one"
-        )
+        raise _cannot_balance(config, why)
+
+
+def _cannot_balance(config: RoutingConfig, why: str) -> BadInputError:
+    return BadInputError(
+        f"routing.load_balancing_weight = {config.load_balancing_weight:g} needs a Mixture-of-Experts model whose "
+        f"routers can be read: {why}; set it to 0 for this one"
+    )

@@ -25,7 +25,7 @@ from gspo.training.collect import Collected, Collector
 from gspo.training.engine import start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
 from gspo.training.learner import Learner
-from gspo.training.routing_checks import check_routing
+from gspo.training.routing_checks import check_architecture, check_routing
 from gspo.types import Batch, Sampling
 
 RewardFunction = Callable[..., Any]
@@ -49,6 +49,7 @@ class Run:
             )
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows)
+            check_architecture(preview, config)
             self.task: Task = load_task(
                 config.task,
                 preview.tokenizer,
