@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import socket
 import threading
@@ -36,13 +38,27 @@ def respond(
     return ids, [-float(x) for x in noise.random(len(ids))], "length"
 
 
+def experts_of(prompt: Sequence[int], ids: Sequence[int], *, misaligned: bool = False) -> np.ndarray:
+    """Experts [fed tokens, 2 layers, 2] of a model of 101 experts whose first layer is dense."""
+    fed = np.array([*prompt, *ids][: None if misaligned else -1])
+    rows = np.zeros((len(fed), 2, 2), np.uint8)
+    rows[:, 1] = np.stack([fed, (fed + 1) % VOCABULARY], axis=1)
+    return rows
+
+
+def _encoded(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 class FakeVllm:
     """One server on 127.0.0.1.
 
     `faults`: names, one consumed by each request to generate: `500`, `429`, `400`, `403`, `reset`, `slow`, `text`,
-    `short`, `abort`, `infinite`, `unlabelled`. `cursed`: prompts whose every request loses its connection. `hold()`
-    keeps requests waiting until `release()`. The prefix cache is real: a prompt that was seen answers with the
-    weights that it was seen with.
+    `short`, `abort`, `infinite`, `unlabelled`, `misaligned`. `cursed`: prompts whose every request loses its
+    connection. `hold()` keeps requests waiting until `release()`. The prefix cache is real: a prompt that was seen
+    answers with the weights that it was seen with.
     """
 
     def __init__(
@@ -52,7 +68,9 @@ class FakeVllm:
         processed: bool = True,
         missing: Sequence[str] = (),
         vocabulary: int = VOCABULARY,
+        reports_experts: bool = False,
     ) -> None:
+        self.reports_experts = reports_experts
         self.vocabulary = vocabulary
         self.context = context
         self.processed = processed
@@ -151,6 +169,8 @@ class FakeVllm:
             "finish_reason": "abort" if fault == "abort" else reason,
             "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
         }
+        if self.reports_experts:
+            choice["routed_experts"] = _encoded(experts_of(prompt, ids, misaligned=fault == "misaligned"))
         if fault == "short":
             entries.pop()
         if fault == "infinite":

@@ -5,6 +5,9 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+import pytest
+
+from gspo.errors import BadInputError
 from gspo.rollout.serve_command import serve_commands
 
 
@@ -38,3 +41,11 @@ def test_a_cpu_server_starts_fast_and_leaves_memory_to_training() -> None:
     assert "--enforce-eager" in command
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str(2**29)
     assert "--enforce-eager" not in words()[0]
+
+
+def test_experts_are_reported_where_they_are_wanted() -> None:
+    command = words(experts=True)[0]
+    assert {"VLLM_USE_V2_MODEL_RUNNER=1", "--enable-return-routed-experts", "--enable-prefix-caching"} < set(command)
+    assert not {"VLLM_USE_V2_MODEL_RUNNER=1", "--enable-return-routed-experts"} & set(words()[0])
+    with pytest.raises(BadInputError, match="vLLM on a CPU does not report experts"):
+        words(experts=True, on_cpu=True)

@@ -17,7 +17,7 @@ from gspo.rollout import server_pool
 from gspo.rollout.server_engine import ATTEMPTS, ServerEngine
 from gspo.rollout.vllm_format import Draw
 from gspo.types import Prompt, Request, Rollout, Sampling, VersionSpan
-from tests.rollout.fake_vllm import UNTRAINED, FakeVllm, respond
+from tests.rollout.fake_vllm import UNTRAINED, FakeVllm, experts_of, respond
 
 SAMPLING = Sampling(max_tokens=6, eos_ids=(2, 3), seed=5)
 PROMPTS = [Prompt(key=str(i), content="", ids=(10 + i, 20, 30)) for i in range(4)]
@@ -330,3 +330,28 @@ def test_the_key_of_the_environment_is_sent(
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     serve(servers[0]).generate(REQUESTS[:1], SAMPLING)
     assert {headers.get("Authorization") for headers in servers[0].headers} == {"Bearer sesame"}
+
+
+def test_experts_come_with_the_responses(serve: Serve) -> None:
+    server = FakeVllm(reports_experts=True)
+    engine = serve(server, experts={"model.layers.1.mlp": 101})
+    server.faults.extend(["misaligned"])
+    rollouts = engine.generate(REQUESTS, SAMPLING)
+    assert_complete(rollouts, 1.0, 3)
+    for rollout in rollouts:
+        assert rollout.routes is not None
+        wanted = experts_of(rollout.prompt.ids, rollout.response_ids)[:, 1]
+        assert {name: rows.tolist() for name, rows in rollout.routes.items()} == {"model.layers.1.mlp": wanted.tolist()}
+    assert server.drawn.total() == 1 + 12 + 1, "the misaligned answer is drawn again"
+    server.die()
+
+
+def test_servers_that_do_not_report_experts_are_refused(servers: list[FakeVllm], serve: Serve) -> None:
+    with pytest.raises(BadInputError, match="does not report the experts that it used"):
+        serve(servers[0], experts={"model.layers.1.mlp": 101})
+
+
+def test_unwanted_experts_are_left_out(serve: Serve) -> None:
+    server = FakeVllm(reports_experts=True)
+    assert all(r.routes is None for r in serve(server).generate(REQUESTS, SAMPLING))
+    server.die()

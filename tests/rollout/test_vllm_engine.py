@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from gspo.errors import GspoError
+from gspo.errors import BadInputError, GspoError
 from gspo.rollout.vllm_engine import VllmEngine
 from gspo.types import Prompt, Request, Sampling, VersionSpan
 
@@ -35,6 +37,7 @@ class StandIn:
         self.version = "default"
         self.emptied = True
         self.reason = "length"
+        self.routed: np.ndarray | None = None
         self.loaded: dict[str, Tensor] = {}
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 101)
 
@@ -45,6 +48,7 @@ class StandIn:
         logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
         spans = [Span(self.version, 0, 2)]
         output = {"token_ids": [7, 8], "logprobs": logprobs, "finish_reason": self.reason, "weight_versions": spans}
+        output["routed_experts"] = self.routed
         return [SimpleNamespace(outputs=[SimpleNamespace(**output)]) for _ in prompts]
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
@@ -72,8 +76,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -
     for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_LOGGING_LEVEL"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv("VLLM_NO_USAGE_STATS", "1")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
 
-    def start(device: str) -> VllmEngine:
+    def start(device: str, **settings: Any) -> VllmEngine:
         return VllmEngine(
             "m",
             tokenizer,
@@ -81,6 +86,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tokenizer: PreTrainedTokenizerFast) -
             dtype=torch.bfloat16,
             max_concurrent=16,
             cache_gib=0.5,
+            **settings,
         )
 
     return start
@@ -146,3 +152,41 @@ def test_old_prefixes_that_stay_are_an_error(start: Any) -> None:
     engine.llm.emptied = False
     with pytest.raises(GspoError, match="prefix cache"):
         engine.update_weights([("w", torch.ones(1))], 1)
+
+
+def test_experts_come_under_the_names_of_our_layers(start: Any) -> None:
+    engine = start("cuda", experts={"model.layers.0.mlp": 8, "model.layers.2.mlp": 8})
+    assert engine.llm.settings["enable_return_routed_experts"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    engine.update_weights([("w", torch.ones(1))], 1)
+    # Two prompt tokens and the first of two response tokens are fed; layer 1 is dense and stays at zero.
+    engine.llm.routed = np.array(
+        [[[3, 5], [0, 0], [7, 1]], [[2, 0], [0, 0], [4, 6]], [[1, 4], [0, 0], [5, 0]]], np.uint8
+    )
+    for rollout in engine.generate(REQUESTS, Sampling(max_tokens=2)):
+        assert rollout.routes is not None
+        found = {name: (rows.dtype, rows.tolist()) for name, rows in rollout.routes.items()}
+        assert found == {
+            "model.layers.0.mlp": (np.uint8, [[3, 5], [2, 0], [1, 4]]),
+            "model.layers.2.mlp": (np.uint8, [[7, 1], [4, 6], [5, 0]]),
+        }
+
+
+def test_experts_are_asked_for_only_where_they_are_wanted(start: Any) -> None:
+    engine = start("cuda")
+    assert not engine.llm.settings["enable_return_routed_experts"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == ""
+    engine.update_weights([("w", torch.ones(1))], 1)
+    assert all(r.routes is None for r in engine.generate(REQUESTS, Sampling(max_tokens=2)))
+
+
+def test_experts_that_do_not_come_end_the_run(start: Any) -> None:
+    engine = start("cuda", experts={"model.layers.0.mlp": 8})
+    engine.update_weights([("w", torch.ones(1))], 1)
+    with pytest.raises(GspoError, match="vLLM reports no experts"):
+        engine.generate(REQUESTS, Sampling(max_tokens=2))
+
+
+def test_on_a_cpu_experts_are_refused(start: Any) -> None:
+    with pytest.raises(BadInputError, match="vLLM on a CPU does not report experts"):
+        start("cpu", experts={"model.layers.0.mlp": 8})

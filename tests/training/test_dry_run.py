@@ -55,7 +55,9 @@ def test_experts_that_are_to_be_replayed_or_balanced_must_be_there(tmp_path: Pat
         folder = save_tiny(tmp_path / family, family)
         (folder / "model.safetensors").write_bytes(b"never read")
         if dense:
-            with pytest.raises(BadInputError, match=rf"^routing\.{name}.*LlamaForCausalLM.* no Mixture-of-Experts layer"):
+            with pytest.raises(
+                BadInputError, match=rf"^routing\.{name}.*LlamaForCausalLM.* no Mixture-of-Experts layer"
+            ):
                 dry_run(config(folder, routing=routing), [early_words])
         else:
             assert dry_run(config(folder, routing=routing), [early_words])

@@ -44,11 +44,6 @@ def impossible(config: Config) -> list[str]:
         )
     if rollout.engine == "server" and not rollout.servers:
         found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
-    if rollout.engine != "transformers" and config.routing.replay == "sampler":
-        found.append(
-            f'routing.replay = "sampler" needs rollout.engine = "transformers": the experts that "{rollout.engine}" '
-            'chose are not read; use routing.replay = "old"'
-        )
     found += _impossible_correction(config)
     found += _impossible_credit(config)
     named = [entry.function for entry in config.reward.functions]

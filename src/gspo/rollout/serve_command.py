@@ -11,6 +11,7 @@ import torch
 from gspo.config import Config
 from gspo.policy.devices import choose_autocast, choose_device
 from gspo.policy.sources import resolve_path
+from gspo.rollout.vllm_routes import check_reports_experts
 
 
 def commands_of(config: Config) -> list[str]:
@@ -28,6 +29,7 @@ def commands_of(config: Config) -> list[str]:
         max_concurrent=config.rollout.max_concurrent,
         cache_gib=config.rollout.cache_gib,
         trust_remote_code=config.model.trust_remote_code,
+        experts=config.routing.replay == "sampler",
     )
 
 
@@ -40,11 +42,13 @@ def serve_commands(
     max_concurrent: int,
     cache_gib: float,
     trust_remote_code: bool = False,
+    experts: bool = False,
 ) -> list[str]:
     """One shell command for each URL, to be run on the machine that the URL names.
 
     `VLLM_SERVER_DEV_MODE` opens the interface that replaces weights to everyone who reaches the port: keep it inside
-    a private network. On a CPU compilation, which takes minutes, is left out and waiting threads do not spin.
+    a private network. On a CPU compilation, which takes minutes, is left out and waiting threads do not spin. With
+    `experts` the servers report those that they used; raises BadInputError where they cannot.
 
     >>> for line in serve_commands("m", ["http://127.0.0.1:8000"], dtype="bfloat16", on_cpu=False, max_concurrent=64,
     ...                            cache_gib=4.0)[0].split(" --"):
@@ -59,6 +63,8 @@ def serve_commands(
     logprobs-mode processed_logprobs
     generation-config vllm
     """
+    if experts:
+        check_reports_experts(on_cpu=on_cpu)
     commands = []
     for url in urls:
         parts = urlsplit(url)
@@ -70,6 +76,9 @@ def serve_commands(
         if on_cpu:
             environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
             arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cache_gib * 2**30))]
+        if experts:
+            environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+            arguments += ["--enable-return-routed-experts", "--enable-prefix-caching"]
         if trust_remote_code:
             arguments.append("--trust-remote-code")
         settings = [f"{name}={value}" for name, value in environment.items()]

@@ -7,6 +7,7 @@ import threading
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from gspo.rollout.vllm_format import (
     version_spans,
     with_output_head,
 )
+from gspo.rollout.vllm_routes import decode_routes, layer_numbers, read_routes
 from gspo.rollout.weight_files import write_weights
 from gspo.types import Request, Rollout, Sampling, VersionSpan
 
@@ -45,7 +47,8 @@ class ServerEngine:
     label than the current is drawn again.
 
     `max_concurrent`: calls in flight over all servers; `request_timeout`: seconds after which a call is given up;
-    `server_wait`: seconds to wait for a server when none is ready.
+    `server_wait`: seconds to wait for a server when none is ready; `experts`: the number of experts of each MoE layer
+    by its name, for rollouts that carry the experts that were used.
     """
 
     def __init__(
@@ -57,14 +60,18 @@ class ServerEngine:
         max_concurrent: int,
         request_timeout: float,
         server_wait: float,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
+        if experts is not None:
+            layer_numbers(experts)
+        self.experts = experts
         self.tokenizer = tokenizer
         self.weights_folder = weights_folder.absolute()
         self.max_concurrent = max_concurrent
         self.request_timeout = request_timeout
         self.version = 0
         self.client = HttpClient()
-        self.pool = ServerPool(urls, self.client, wait=server_wait)
+        self.pool = ServerPool(urls, self.client, wait=server_wait, experts=experts is not None)
         # Unique to this engine, so that weights that another run left on a server are never taken for ours.
         self._name = uuid.uuid4().hex[:12]
         self._weights: Weights | None = None
@@ -174,7 +181,11 @@ class _Job:
         if versions is None:
             raise ValueError(f"sampled by weights {choice['weight_versions']}, wanted {list(self.versions)}")
         logprobs = [float(entry["logprob"]) for entry in entries]
-        return finished(draw, ids, logprobs, choice["finish_reason"], versions, self.sampling, self.stops)
+        rollout = finished(draw, ids, logprobs, choice["finish_reason"], versions, self.sampling, self.stops)
+        if self.engine.experts is None or rollout.dropped is not None:
+            return rollout
+        reported = decode_routes(choice.get("routed_experts"))
+        return replace(rollout, routes=read_routes(reported, self.engine.experts, rollout))
 
     def _failed(self, draw: Draw, why: str) -> Rollout:
         return failed(draw, why, (VersionSpan(0, self.engine.version),))

@@ -52,12 +52,14 @@ class ServerPool:
 
     A server at fault is lent to nobody until a thread of its own has found it healthy again and, where it has come
     back with other weights, given it the current ones; the pauses between attempts grow from 0.25 to 10 s. When no
-    server has been ready for `wait` seconds, `lease` raises GspoError with what each of them last said.
+    server has been ready for `wait` seconds, `lease` raises GspoError with what each of them last said. With
+    `experts`, servers must report those that they used.
     """
 
-    def __init__(self, urls: Sequence[str], client: HttpClient, *, wait: float) -> None:
+    def __init__(self, urls: Sequence[str], client: HttpClient, *, wait: float, experts: bool = False) -> None:
         self.client = client
         self.wait = wait
+        self.experts = experts
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self._condition = threading.Condition()
         self._weights: Weights | None = None
@@ -212,6 +214,11 @@ class ServerPool:
             raise BadInputError(
                 f"rollout.servers: {server.url} returns log-probs of another distribution than it samples from "
                 f"({found} for the only candidate); start it with --logprobs-mode processed_logprobs"
+            )
+        if self.experts and choice.get("routed_experts") is None:
+            raise BadInputError(
+                f'routing.replay = "sampler": {server.url} does not report the experts that it used; start it as '
+                '`gspo serve-command` says, or use routing.replay = "old"'
             )
         spans = choice.get("weight_versions") or []
         if [span["version"] for span in spans] != [label]:

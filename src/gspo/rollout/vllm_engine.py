@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from gspo.rollout.vllm_format import (
     version_spans,
     with_output_head,
 )
+from gspo.rollout.vllm_routes import check_reports_experts, layer_numbers, read_routes
 from gspo.types import Request, Rollout, Sampling, VersionSpan
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
@@ -42,7 +43,9 @@ class VllmEngine:
     its cache is freed. On a CPU vLLM has no such mode.
 
     `path`: the `from_pretrained` folder or hub id that gives architecture and first weights; `dtype`: of weights and
-    arithmetic; `max_concurrent`: sequences generated at a time; `cache_gib`: size of the key-value cache.
+    arithmetic; `max_concurrent`: sequences generated at a time; `cache_gib`: size of the key-value cache; `experts`:
+    the number of experts of each MoE layer by its name, for rollouts that carry the experts that were used (refused
+    on a CPU).
     """
 
     def __init__(
@@ -55,7 +58,14 @@ class VllmEngine:
         max_concurrent: int,
         cache_gib: float,
         trust_remote_code: bool = False,
+        experts: Mapping[str, int] | None = None,
     ) -> None:
+        self.experts = experts
+        if experts is not None:
+            check_reports_experts(on_cpu=device.type == "cpu")
+            layer_numbers(experts)
+            # Its other model runner cannot report them.
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.tokenizer = tokenizer
         self.version = 0
         self.sleeps = device.type == "cuda"
@@ -73,6 +83,7 @@ class VllmEngine:
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",
                 enable_prefix_caching=True,
+                enable_return_routed_experts=experts is not None,
                 enable_sleep_mode=self.sleeps,
                 # Compilation for a CPU takes minutes.
                 enforce_eager=device.type == "cpu",
@@ -145,7 +156,13 @@ class VllmEngine:
         if versions is None:
             return self._failed(draw, f"sampled by weights {spans}, wanted version {self.version}")
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
-        return finished(draw, ids, logprobs, output.finish_reason, versions, sampling, stops)
+        rollout = finished(draw, ids, logprobs, output.finish_reason, versions, sampling, stops)
+        if self.experts is None or rollout.dropped is not None:
+            return rollout
+        try:
+            return replace(rollout, routes=read_routes(output.routed_experts, self.experts, rollout))
+        except ValueError as error:
+            raise GspoError(f'routing.replay = "sampler": vLLM reports {error}; use routing.replay = "old"') from None
 
     def _failed(self, draw: Draw, why: str) -> Rollout:
         return failed(draw, why, (VersionSpan(0, self.version),))

@@ -7,6 +7,7 @@ import torch
 from gspo.config import Config, MultiTurnTask
 from gspo.policy.export import named_tensors
 from gspo.policy.model import Policy
+from gspo.policy.moe import moe_layers
 from gspo.rollout.engine import Engine
 
 
@@ -58,6 +59,7 @@ def _vllm(policy: Policy, config: Config) -> Engine:
         max_concurrent=config.rollout.max_concurrent,
         cache_gib=config.rollout.cache_gib,
         trust_remote_code=config.model.trust_remote_code,
+        experts=_experts(policy, config),
     )
 
 
@@ -71,4 +73,12 @@ def _servers(policy: Policy, config: Config) -> Engine:
         max_concurrent=config.rollout.max_concurrent,
         request_timeout=config.rollout.request_timeout,
         server_wait=config.rollout.server_wait,
+        experts=_experts(policy, config),
     )
+
+
+def _experts(policy: Policy, config: Config) -> dict[str, int] | None:
+    """By MoE layer how many experts it has, where an engine must report those that it used."""
+    if config.routing.replay != "sampler":
+        return None
+    return {name: layer.num_experts for name, layer in moe_layers(policy.model).items()}

@@ -12,11 +12,17 @@ from gspo.errors import BadInputError
 from gspo.policy.load import Preview
 from gspo.policy.moe import moe_layers, require_moe_layers
 from gspo.policy.routing_probe import check_replayable, why_dense, why_unobservable
+from gspo.rollout.vllm_routes import check_reports_experts
 
 
 def check_architecture(preview: Preview, config: Config) -> None:
-    """Raises BadInputError where experts are to be replayed or balanced and there are none; reads no weight."""
+    """Raises BadInputError where experts are to be replayed or balanced and there are none, or none are reported.
+
+    No weight is read.
+    """
     routing = config.routing
+    if routing.replay == "sampler" and config.rollout.engine == "vllm":
+        check_reports_experts(on_cpu=preview.device.type == "cpu")
     if routing.replay == "off" and routing.load_balancing_weight == 0:
         return
     with torch.device("meta"):
