@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from gspo.cli import main
 from gspo.config import Config, build_config
@@ -61,6 +62,15 @@ def test_experts_that_are_to_be_replayed_or_balanced_must_be_there(tmp_path: Pat
                 dry_run(config(folder, routing=routing), [early_words])
         else:
             assert dry_run(config(folder, routing=routing), [early_words])
+
+
+def test_experts_that_vllm_cannot_report_on_a_cpu_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gspo.policy.load.choose_device", lambda _: torch.device("cpu"))
+    folder = save_tiny(tmp_path / "model", "qwen3_moe")
+    rollout = {"prompts": 4, "max_tokens": 8, "engine": "vllm"}
+    with pytest.raises(BadInputError, match="vLLM on a CPU does not report experts"):
+        dry_run(config(folder, rollout=rollout, routing={"replay": "sampler"}), [early_words])
+    assert dry_run(config(folder, rollout=rollout), [early_words])
 
 
 def test_the_command_prints_the_resolved_config_and_makes_no_folder(

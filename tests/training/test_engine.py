@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 import gspo.training.loop as loop
-from gspo.config import Config, build_config
+from gspo.config import Config, RoutingConfig, build_config
 from gspo.errors import BadInputError
 from gspo.policy.export import named_tensors
 from gspo.policy.load import load_policy
 from gspo.reporting.journal import read_rollouts
+from gspo.rollout.server_engine import ServerEngine
 from gspo.training.engine import start_engine
 from tests.policy.tiny import save_tiny
 from tests.rollout.fake_vllm import FakeVllm
@@ -86,4 +87,20 @@ def test_an_engine_that_cannot_take_the_weights_is_closed(folder: Path, tmp_path
     with pytest.raises(BadInputError, match="processed_logprobs"):
         start_engine(load_policy(str(folder)), config, version=0)
     assert list((tmp_path / "runs" / "server-weights").iterdir()) == []
+    server.die()
+
+
+def test_servers_are_asked_for_experts_under_the_policys_names(tmp_path: Path) -> None:
+    policy = load_policy(str(save_tiny(tmp_path / "moe", "qwen3_moe")))
+    server = FakeVllm(vocabulary=40, reports_experts=True)
+    config = settings(tmp_path / "moe", tmp_path, engine="server", servers=[server.url])
+    replaying = config.model_copy(update={"routing": RoutingConfig(replay="sampler")})
+    for given, wanted in ((config, None), (replaying, {"model.layers.0.mlp": 6, "model.layers.1.mlp": 6})):
+        engine = start_engine(policy, given, version=0)
+        assert isinstance(engine, ServerEngine)
+        assert engine.experts == wanted
+        engine.close()
+    server.reports_experts = False
+    with pytest.raises(BadInputError, match="does not report the experts that it used"):
+        start_engine(policy, replaying, version=0)
     server.die()
