@@ -81,9 +81,10 @@ def test_a_run_of_conversations_is_recorded_turn_by_turn_and_resumes_to_the_same
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_conversations_go_with_routing_replay(tmp_path):
+@pytest.mark.parametrize("replay", ["old", "sampler"])
+def test_conversations_go_with_routing_replay(tmp_path, replay):
     folder = save_words(tmp_path / "moe", "qwen3_moe")
-    config = settings(folder, tmp_path, routing={"replay": "old"}, training={"steps": 1}, checkpoint={"every": 0})
+    config = settings(folder, tmp_path, routing={"replay": replay}, training={"steps": 1}, checkpoint={"every": 0})
     (metrics,) = lines(loop.train(config).run / "metrics.jsonl")
     assert metrics["optimizer/updates"] == 2
     assert metrics["conversation/turns"] > 1
