@@ -35,6 +35,7 @@ def test_the_list_of_metrics_is_what_runs_write(tmp_path: Path) -> None:
         task={"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 4},
         reward={"functions": [{"function": function}]},
         objective={"kl_weight": 0.1},
+        likelihoods={"correction": "truncate"},
         routing={"replay": "old", "load_balancing_weight": 0.01},
     )
     written |= written_by_a_run(
