@@ -23,7 +23,7 @@ def make_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Optim
         lr=config.learning_rate,
         betas=config.betas,
         eps=config.epsilon,
-        fused=all(p.is_floating_point() for p in trainable),
+        fused=True,
     )
 
 
