@@ -66,6 +66,14 @@ def test_a_runs_folder_means_its_last_checkpoint(saved, tmp_path):
     assert resolve_path(str(tmp_path)).endswith("step-10")
 
 
+def test_a_misspelt_local_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "models" / "SmolLM2-135M").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadInputError, match=r"'models/SmolLM-135M' does not exist; did you mean 'models/SmolLM2-135M'"):
+        resolve_path("models/SmolLM-135M")
+    assert resolve_path("org/name") == "org/name"
+
+
 def test_a_frozen_copy_scores_as_the_start_after_an_update(saved):
     policy = load_policy(saved, device="cpu", reference=True)
     layout = policy.layout(random_rollouts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from pathlib import Path
@@ -35,8 +36,14 @@ def resolve_path(path: str) -> str:
     """
     folder = Path(path).expanduser()
     if not folder.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
-            raise BadInputError(f"model.path: {path!r} does not exist; give a folder or a hub id such as org/name")
+        if (
+            path.startswith((".", "/", "~"))
+            or path.count("/") > 1
+            or (len(folder.parts) == 2 and folder.parent.is_dir())
+        ):
+            raise BadInputError(
+                f"model.path: {path!r} does not exist{_meant(folder)}; give a folder or a hub id such as org/name"
+            )
         return path
     # A run's folder has a config.json too: that of the run.
     checkpoints = [f for f in folder.glob("checkpoints/step-*") if _is_model(f)]
@@ -52,6 +59,13 @@ def resolve_path(path: str) -> str:
             "save the model with save_pretrained(safe_serialization=True)"
         )
     return str(folder.resolve())
+
+
+def _meant(folder: Path) -> str:
+    """Where the folder above exists, the name in it that was probably meant."""
+    beside = [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
+    close = difflib.get_close_matches(folder.name, beside, n=1)
+    return f"; did you mean {str(folder.parent / close[0])!r}?" if close else ""
 
 
 def _is_model(folder: Path) -> bool:
