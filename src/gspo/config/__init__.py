@@ -17,6 +17,7 @@ from gspo.config.data import (
     TaskBase,
     TaskConfig,
 )
+from gspo.config.distributed import DistributedConfig
 from gspo.config.loading import build_config, load_config, read_settings
 from gspo.config.schema import (
     CheckpointConfig,
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointConfig",
     "Config",
     "DatasetsTask",
+    "DistributedConfig",
     "EvaluationConfig",
     "FunctionTask",
     "JsonlTask",

@@ -118,6 +118,7 @@ def without_effect(config: Config) -> list[str]:
         *_of_the_update(config),
         *_of_the_data(config),
         *_of_evaluation(config),
+        *_of_sharding(config),
     ]
 
 
@@ -201,3 +202,9 @@ def _of_evaluation(config: Config) -> list[str]:
             "between the first and the last"
         )
     return found
+
+
+def _of_sharding(config: Config) -> list[str]:
+    if config.distributed.shard == "none" and not config.distributed.reshard_after_forward:
+        return ['distributed.reshard_after_forward has no effect with distributed.shard = "none"']
+    return []

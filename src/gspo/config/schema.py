@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from gspo.config.checks import impossible, without_effect
 from gspo.config.data import RewardConfig, TaskConfig
+from gspo.config.distributed import DistributedConfig
 from gspo.config.section import Name, NonNegative, Positive, Section
 
 ObjectiveName = Literal["gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "cispo", "gmpo", "sapo"]
@@ -285,6 +286,7 @@ class Config(Section):
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
     @model_validator(mode="after")
