@@ -55,6 +55,8 @@ def _dispatch(argv: list[str]) -> int:
         return _serve_command(arguments.config, overrides)
     if arguments.command == "audit":
         return _audit(arguments, overrides)
+    if arguments.command == "report":
+        return _report(arguments, overrides)
     return _evaluate(arguments, overrides)
 
 
@@ -65,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"gspo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="train|eval|audit|export|serve-command")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="train|eval|report|audit|export|serve-command"
+    )
     shape = argparse.RawDescriptionHelpFormatter
     train = commands.add_parser(
         "train", help="train a policy", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
@@ -95,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--temperature", type=float, metavar="T", help="of the samples; default: that of training (rollout.temperature)"
     )
     evaluate.add_argument("--json", action="store_true", help="print the figures as JSON, per prompt too")
+    _add_report(commands)
     _add_audit(commands)
     export = commands.add_parser(
         "export", help="write a run's policy as one whole model, adapters merged in", allow_abbrev=False
@@ -110,6 +115,34 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("config", type=Path, metavar="CONFIG.toml", help="settings of the run that is to use them")
     return parser
+
+
+def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+    report = commands.add_parser(
+        "report",
+        help="show what happened in a run: a table, and a page with curves and rollouts",
+        allow_abbrev=False,
+    )
+    report.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared, seeds of one config joined"
+    )
+    report.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="where to write the page; default: report.html in RUN (of several: comparison.html in the first)",
+    )
+    report.add_argument(
+        "--rollouts", type=int, default=32, metavar="N", help="rollouts to show of a step, at most (default 32)"
+    )
+    report.add_argument(
+        "--step",
+        type=int,
+        action="append",
+        default=[],
+        metavar="S",
+        help="show the rollouts of this step (can be repeated); default: the first, the last and some between",
+    )
 
 
 def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -161,7 +194,11 @@ def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | No
     except KeyboardInterrupt:
         _say_how_to_go_on(folder.path)
         return _INTERRUPTED
-    _show_result(folder.path, config)
+    from rich.console import Console
+
+    from gspo.reporting.run_summary import print_result
+
+    print_result(Console(), folder, config)
     return 0
 
 
@@ -187,24 +224,6 @@ def _say_how_to_go_on(run: Path) -> None:
 
     how = f"go on with: gspo train --resume {run}" if RunFolder.is_run(run) else "nothing was begun; start again"
     print(f"gspo: interrupted; {how}", file=sys.stderr)
-
-
-def _show_result(run: Path, config: Config) -> None:
-    from rich.console import Console
-
-    from gspo.reporting.console import print_estimates, say
-    from gspo.reporting.files import read_lines
-    from gspo.reporting.run_folder import RunFolder
-
-    console = Console()
-    evaluations = RunFolder(run).evaluations_file
-    records = read_lines(evaluations) if evaluations.exists() else []
-    if records:
-        rows = [(f"after step {record['step']}", record["accuracy"]) for record in (records[0], records[-1])]
-        rows[0] = ("before" if records[0]["step"] == 0 else rows[0][0], rows[0][1])
-        how = "greedy" if config.evaluation.temperature == 0 else f"temperature {config.evaluation.temperature:g}"
-        print_estimates(console, f"held-out accuracy ({how})", rows if len(records) > 1 else rows[:1])
-    say(console, f"run: {run}")
 
 
 def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
@@ -248,6 +267,20 @@ def _audit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     from gspo.audit.command import run_audit
 
     run_audit(config, run=run, engine_weights=arguments.engine_weights, json_file=arguments.json, html=arguments.html)
+    return 0
+
+
+def _report(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
+    if overrides:
+        raise BadInputError(f"--{next(iter(overrides))}: gspo report takes no settings; see gspo report --help")
+    if arguments.rollouts < 1:
+        raise BadInputError(f"--rollouts: found {arguments.rollouts}, should be 1 or more")
+    from gspo.reporting.run_records import read_runs
+
+    runs = read_runs(arguments.runs)
+    from gspo.reporting.run_report import write_report
+
+    write_report(runs, html=arguments.html, rollouts=arguments.rollouts, steps=arguments.step)
     return 0
 
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from gspo.audit.audit import Audit, Outcome
 from gspo.audit.measure import Spread
-from gspo.reporting.console import printable, say
-
-Rows = list[list[str]]
-"""A table: the first row names the columns."""
+from gspo.reporting.console import say
+from gspo.reporting.tables import Rows, terminal_table
 
 
 def print_audit(console: Console, audit: Audit) -> None:
@@ -22,7 +16,7 @@ def print_audit(console: Console, audit: Audit) -> None:
     for title, rows in tables(audit):
         say(console, "")
         say(console, title)
-        console.print(_table(rows))
+        console.print(terminal_table(rows))
     say(console, "")
     for line in verdicts(audit):
         say(console, line)
@@ -140,13 +134,3 @@ def _number(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Table:
-    head, *body = rows
-    table = Table()
-    for place, name in enumerate(head):
-        table.add_column(Text(printable(name)), justify="right" if place else "left")
-    for row in body:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    return table

@@ -18,11 +18,7 @@ def printable(text: str) -> str:
     >>> printable("a\\x1b[31mb")
     'a\\\\x1b[31mb'
     """
-    return "".join(c if _harmless(c) else ascii(c)[1:-1] for c in text)
-
-
-def _harmless(character: str) -> bool:
-    return character in "\n\t" or character.isprintable()
+    return "".join(c if c in "\n\t" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def say(console: Console, text: str) -> None:

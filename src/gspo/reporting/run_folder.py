@@ -70,10 +70,14 @@ class RunFolder:
     def is_run(cls, path: Path) -> bool:
         """Whether a folder is that of a run, not that of a model (which has a config.json of its own)."""
         run = cls(path)
-        if not (run.config_file.is_file() and run.checkpoints.is_dir()):
+        return run.checkpoints.is_dir() and run.has_config()
+
+    def has_config(self) -> bool:
+        """Whether its config.json is there, and is that of a run."""
+        if not self.config_file.is_file():
             return False
         try:
-            content = json.loads(run.config_file.read_bytes())
+            content = json.loads(self.config_file.read_bytes())
         except ValueError:
             return False
         return isinstance(content, dict) and {"run", "task", "objective"} <= set(content)

@@ -1,0 +1,127 @@
+"""`gspo report`: a table on the terminal and a page per run, or one page for several runs side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from gspo.errors import BadInputError
+from gspo.reporting.console import say
+from gspo.reporting.curves import lines_of
+from gspo.reporting.files import write_atomically
+from gspo.reporting.findings import findings
+from gspo.reporting.inspector import STYLE, chosen_steps, inspect_step, visible
+from gspo.reporting.page import document
+from gspo.reporting.report_plots import plots
+from gspo.reporting.rollout_records import drop_reasons, recorded_steps
+from gspo.reporting.run_records import RunRecords
+from gspo.reporting.run_summary import summary
+from gspo.reporting.tables import Rows, html_table, terminal_table
+
+_STEPS_OF_ONE, _STEPS_OF_SEVERAL = 5, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a report says, ready to be shown: `notes` and `findings` carry a run's name where there are several."""
+
+    runs: Sequence[RunRecords]
+    table: Rows
+    notes: Sequence[str]
+    findings: Sequence[str]
+
+
+def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int, steps: Sequence[int]) -> None:
+    """Prints the table and writes the page.
+
+    Args:
+        runs: from `read_runs`.
+        html: where to; default: report.html in the run, of several runs comparison.html in the first.
+        rollouts: rollouts to show of a step, at most.
+        steps: whose rollouts to show; default: the first, the last and three between (of several runs: two).
+
+    Raises BadInputError where no run has recorded a wanted step, or the page cannot be written.
+    """
+    check_steps(runs, steps)
+    report = report_of(runs)
+    console = Console()
+    console.print(terminal_table(report.table))
+    for line in report.notes:
+        say(console, f"note: {line}")
+    for line in report.findings:
+        say(console, f"look at: {line}")
+    path = html or runs[0].folder.path / ("report.html" if len(runs) == 1 else "comparison.html")
+    try:
+        write_atomically(path, page(report, rollouts, steps).encode())
+    except OSError as error:
+        raise BadInputError(f"--html: {path} cannot be written ({error.strerror}); give another file") from None
+    say(console, f"page: {path}")
+
+
+def report_of(runs: Sequence[RunRecords]) -> RunReport:
+    """The figures of a report and what stands out in them."""
+    reasons: list[Counter[str]] = [drop_reasons(run) for run in runs]
+    notes, found = [], []
+    for run, why in zip(runs, reasons, strict=True):
+        name = f"{run.name}: " if len(runs) > 1 else ""
+        of_config = () if run.config is None else run.config.warnings()
+        none_yet = () if run.metrics else ("no step is finished yet",)
+        notes += [f"{name}{line}" for line in (*run.notes, *none_yet, *of_config)]
+        found += [f"{name}{line}" for line in findings(run, why)]
+    return RunReport(runs, summary(runs, reasons), notes, found)
+
+
+def check_steps(runs: Sequence[RunRecords], steps: Sequence[int]) -> None:
+    """Raises BadInputError for a wanted step whose rollouts no run has."""
+    there = sorted({step for run in runs for step in recorded_steps(run)}) if steps else []
+    for step in steps:
+        if step not in there:
+            known = f"there are steps {there[0]} to {there[-1]}" if there else "there are none at all"
+            raise BadInputError(f"--step: found {step}, and no rollouts of it are on disk; {known}")
+
+
+def page(report: RunReport, rollouts: int, steps: Sequence[int]) -> str:
+    """The whole document."""
+    runs = report.runs
+    title = f"Run {runs[0].name}" if len(runs) == 1 else "Runs " + ", ".join(run.name for run in runs)
+    nothing = "<p>Nothing stands out; docs/reports.md says what is looked for.</p>"
+    parts = [
+        f"<h1>{visible(title)}</h1>",
+        _list(report.notes),
+        html_table(report.table),
+        "<h2>What to look at</h2>" + (_list(report.findings) or nothing),
+        "<h2>Curves</h2>",
+        *plots(lines_of(runs)),
+        "<h2>Rollouts</h2><p>Groups with most signal first; in a group the best response first.</p>",
+        *_rollouts(runs, rollouts, steps),
+        "<h2>Settings</h2>",
+        *map(_settings, runs),
+    ]
+    return document(title, parts, STYLE)
+
+
+def _rollouts(runs: Sequence[RunRecords], rollouts: int, steps: Sequence[int]) -> Iterator[str]:
+    count = _STEPS_OF_ONE if len(runs) == 1 else _STEPS_OF_SEVERAL
+    for run in runs:
+        if len(runs) > 1:
+            yield f"<h3>{visible(run.name)}</h3>"
+        chosen = chosen_steps(run, steps, count)
+        yield from (inspect_step(run, step, rollouts) for step in chosen)
+        if not chosen:
+            yield "<p>None on disk.</p>"
+
+
+def _settings(run: RunRecords) -> str:
+    if run.config is None:
+        return ""
+    text = json.dumps(run.config.model_dump(mode="json"), indent=2, ensure_ascii=False)
+    return f'<details class="step"><summary>{visible(run.name)}</summary><pre>\n{visible(text, 20_000)}</pre></details>'
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{visible(line)}</li>' for line in lines)}</ul>" if lines else ""
