@@ -84,14 +84,19 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
-def test_values_and_gradients_are_those_of_dense_float64(window, softcap, with_sinks, heads):
+@pytest.mark.parametrize(("value_size", "strip"), [(8, 128), (8, 4), (5, 128), (5, 4)])
+def test_values_and_gradients_are_those_of_dense_float64(
+    monkeypatch, window, softcap, with_sinks, heads, value_size, strip
+):
+    # Values as wide as keys on a CPU go through torch's own kernel, where a tile is causal and nothing is capped.
+    monkeypatch.setattr(tiling, "STRIP", strip)
     layout = build_layout(random_rollouts([(9, (6, 1, 10, 0)), (3, (4, 12)), (12, (2, 5))]), "shared")
     size, scale = layout.input_ids.numel(), 0.4
     generator = torch.Generator().manual_seed(0)
-    shapes = [(1, heads[0], size, 8), (1, heads[1], size, 8), (1, heads[1], size, 5), (heads[0],)]
+    shapes = [(1, heads[0], size, 8), (1, heads[1], size, 8), (1, heads[1], size, value_size), (heads[0],)]
     leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    upstream = torch.randn(1, size, heads[0], 5, generator=generator)
+    upstream = torch.randn(1, size, heads[0], value_size, generator=generator)
     if not with_sinks:
         leaves[3] = doubles[3] = None
     with use_layout(tiny_model("llama"), layout):
@@ -119,3 +124,22 @@ def test_the_model_is_left_as_it_was_even_by_an_error():
     with pytest.raises(ArithmeticError):
         fail()
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("padding", [0, 96 * 96])
+def test_blocks_of_different_lengths_in_one_batch_give_the_same(monkeypatch, padding):
+    layout = build_layout(random_rollouts([(9, (6, 1, 10, 0)), (3, (4, 12)), (12, (2, 5))]), "shared")
+    monkeypatch.setattr(tiling, "CPU_CALL", padding)
+    size, generator = layout.input_ids.numel(), torch.Generator().manual_seed(0)
+    assert any((tile.queries == size).any() for tile in plan_tiles(layout, None)) == (padding > 0)
+    leaves = [torch.randn(1, heads, size, 8, generator=generator).requires_grad_() for heads in (6, 2, 2)]
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    upstream = torch.randn(1, size, 6, 8, generator=generator)
+    with use_layout(tiny_model("llama"), layout):
+        found, _ = layout_attention(Layer(), *leaves, None)
+        found.backward(upstream)
+    expected = in_float64(*doubles, visible(layout, None), 8**-0.5, None, None)
+    expected.backward(upstream.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(leaves, doubles, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=3e-6)

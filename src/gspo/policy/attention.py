@@ -4,12 +4,16 @@ Blocks are joined through their log-sum-exp. With scores s = scale * q k (soft-c
 block's weights relative to all keys of the token are exp(s - L), where L is the log-sum-exp over all blocks (and the
 layer's sink). So the backward pass needs L and the output alone: it makes each block's scores again, and nothing of
 their size is held in between. Keys and values are never repeated over query heads.
+
+Inside, positions come before the `g` query heads that share a key head: the rows of any span of positions are then
+one matrix, and a single block needs no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +25,9 @@ from gspo.policy.layout import TokenLayout
 from gspo.policy.tiles import Tile, plan_tiles
 
 NAME = "gspo_layout"
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class LayoutTiles:
@@ -69,10 +76,7 @@ def layout_attention(
     """The function that `transformers` calls in each layer; `s_aux` are a layer's sinks, one per head."""
     tiles = _active[-1].of(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    heads, shared = query.shape[1], key.shape[1]
-    grouped = query[0].reshape(shared, heads // shared, *query.shape[2:])
-    out = _LayoutAttention.apply(grouped, key[0], value[0], s_aux, tiles, scale, softcap)  # type: ignore[no-untyped-call]
-    return out.flatten(0, 1).transpose(0, 1).unsqueeze(0), None
+    return _LayoutAttention.apply(query, key, value, s_aux, tiles, scale, softcap), None  # type: ignore[no-untyped-call]
 
 
 # Opaque to torch.compile: the tiles differ with every layout, and each would be compiled anew.
@@ -81,7 +85,7 @@ AttentionInterface.register(NAME, _opaque)
 
 
 class _LayoutAttention(torch.autograd.Function):
-    """q [Hkv, g, N, D], k [Hkv, N, D], v [Hkv, N, Dv] -> [Hkv, g, N, Dv]."""
+    """q [1, H, N, D], k [1, Hkv, N, D], v [1, Hkv, N, Dv] -> [1, N, H, Dv]."""
 
     @staticmethod
     def forward(
@@ -94,55 +98,83 @@ class _LayoutAttention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> Tensor:
+        heads, count = q.shape[1:3]
         with torch.autocast(q.device.type, enabled=False):
-            out, total = _attend(q, k, v, tiles, scale, softcap)
+            q, k, v = _by_position(q, k.shape[1], scale), _by_position(k, k.shape[1]), _by_position(v, k.shape[1])
+            out, total = _attend(q, k.squeeze(2), v.squeeze(2), tiles, softcap)
             if sinks is not None:
-                with_sink = torch.logaddexp(total, sinks.float().view(*q.shape[:2], 1))
+                with_sink = torch.logaddexp(total, sinks.float().view(len(k), 1, -1))
                 out *= (total - with_sink).exp().unsqueeze(-1)
                 total = with_sink
-        out = out.to(v.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, total)
+            total[:, count], out[:, count] = 0.0, 0.0
+        kept = out.transpose(0, 1).to(v.dtype)
+        ctx.save_for_backward(q, k, v, sinks, kept, total)
         ctx.settings = (tiles, scale, softcap)
-        return out
+        return kept[:count].view(1, count, heads, -1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, total = ctx.saved_tensors
+        q, k, v, sinks, kept, total = ctx.saved_tensors
+        tiles, scale, softcap = ctx.settings
         with torch.autocast(q.device.type, enabled=False):
-            delta = (grad.float() * out.float()).sum(-1)
+            grad = _by_position(grad.transpose(1, 2).to(v.dtype), len(k))
+            out = kept.transpose(0, 1)
+            delta = (grad.float() * out).sum(-1)
             d_sinks = None
             if sinks is not None:
-                weight = (sinks.float().view(*q.shape[:2], 1) - total).exp()
-                d_sinks = -(weight * delta).sum(-1).flatten().to(sinks.dtype)
-            d_q, d_k, d_v = _attend_backward(q, k, v, grad, total, delta, *ctx.settings)
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), d_sinks, None, None, None
+                weight = (sinks.float().view(len(k), 1, -1) - total).exp()
+                d_sinks = -(weight * delta)[:, :-1].sum(1).flatten().to(sinks.dtype)
+            around = _Around(out, grad, total, delta)
+            d_q, d_k, d_v = _attend_backward(q, k.squeeze(2), v.squeeze(2), around, tiles, softcap)
+        return _by_head(d_q, q, scale), _by_head(d_k, k), _by_head(d_v, v), d_sinks, None, None, None
 
 
-def _with_spare(x: Tensor, value: float = 0.0) -> Tensor:
-    """One position more at the end of [.., N, D]: padding reads it and writes to it."""
-    return torch.nn.functional.pad(x, (0, 0, 0, 1), value=value)
+def _by_position(x: Tensor, shared: int, scale: float = 1.0) -> Tensor:
+    """[1, H, N, D] as [Hkv, N + 1, g, D], scaled. Padding reads the position more, which is 0, and writes to it."""
+    heads, count, size = x.shape[1:]
+    copy = x.new_empty(shared, count + 1, heads // shared, size)
+    copy[:, count] = 0.0
+    torch.mul(x.view(shared, -1, count, size).transpose(1, 2), scale, out=copy[:, :count])
+    return copy
 
 
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Positions `index` [C, Q] of [Hkv, g, N + 1, D] as [Hkv * C, g * Q, D]; of [Hkv, N + 1, D] likewise."""
-    count, length = index.shape
-    picked = x.index_select(-2, index.flatten())
-    if x.ndim == 3:
-        return picked.view(-1, length, x.shape[-1])
-    picked = picked.view(*x.shape[:2], count, length, x.shape[-1]).transpose(1, 2)
-    return picked.reshape(x.shape[0] * count, -1, x.shape[-1])
+def _by_head(x: Tensor, like: Tensor, scale: float = 1.0) -> Tensor:
+    """The inverse, in the order of memory and the dtype in which a model makes its queries, keys and values."""
+    shared, count, groups, size = like.shape
+    copy = like.new_empty(count - 1, shared, groups, size)
+    copy.transpose(0, 1).copy_(x.view(like.shape)[:, :-1])
+    return copy.mul_(scale).view(1, count - 1, -1, size).transpose(1, 2)
 
 
-def _back(x: Tensor, index: Tensor, groups: int) -> Tensor:
-    """The inverse arrangement of `_rows` for queries: [Hkv, g, C * Q, D]."""
-    count, length = index.shape
-    return x.view(-1, count, groups, length, x.shape[-1]).transpose(1, 2).flatten(2, 3)
+def _rows(x: Tensor, index: Tensor, place: slice | None) -> Tensor:
+    """Positions `index` [C, Q] of [Hkv, N + 1, ..] as [Hkv * C, Q, ..]; a view where they lie at one `place`."""
+    if place is not None:
+        return x[:, place]
+    return x.index_select(1, index.flatten()).view(-1, index.shape[1], *x.shape[2:])
+
+
+def _put(x: Tensor, tile: Tile, found: Tensor) -> None:
+    """Writes [Hkv * C, Q, ..] to the queries' positions."""
+    if tile.rows is not None:
+        x[:, tile.rows] = found
+    else:
+        x.index_copy_(1, tile.queries.flatten(), found.reshape(len(x), -1, *x.shape[2:]))
+
+
+def _add(x: Tensor, index: Tensor, place: slice | None, found: Tensor) -> None:
+    """Adds at positions that differ but for the padding, of which nothing is read."""
+    if place is not None:
+        x[:, place] += found
+    else:
+        index = index.flatten()
+        found = found.reshape(len(x), -1, *x.shape[2:])
+        x.index_copy_(1, index, x.index_select(1, index) + found)
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Masked scores [Hkv * C, g * Q, K] in float32, and the slope of the soft cap where there is one."""
-    scores = torch.bmm(q, k.transpose(1, 2)).float()
+    """Masked scores [Hkv * C, Q * g, K] in float32, and the slope of the soft cap where there is one."""
+    scores = torch.bmm(q.flatten(1, 2), k.transpose(1, 2)).float()
     slope = None
     if softcap is not None:
         scores.div_(softcap).tanh_()
@@ -150,75 +182,108 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, softcap: float | None) -> tuple[Te
         scores.mul_(softcap)
     if tile.mask is not None:
         count, length = tile.queries.shape
-        view = scores.view(-1, count, scores.shape[1] // length, length, scores.shape[2])
-        view.masked_fill_(~tile.mask[:, None], -torch.inf)
+        view = scores.view(-1, count, length, q.shape[2], scores.shape[2])
+        view.masked_fill_(~tile.mask[:, :, None], -torch.inf)
     return scores, slope
 
 
+def _is_fused(q: Tensor, v: Tensor, tile: Tile, softcap: float | None) -> bool:
+    """Whether torch's flash attention for a CPU can compute the tile: half of a causal square is left out."""
+    return tile.causal and q.device.type == "cpu" and softcap is None and q.shape[-1] == v.shape[-1]
+
+
+def _heads(x: Tensor, groups: int) -> Tensor:
+    """[B, Q, g, D], or keys and values [B, K, D] for all `groups`, as [B, g, Q, D]; a view."""
+    return x.transpose(1, 2) if x.ndim == 4 else x.unsqueeze(1).expand(-1, groups, -1, -1)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], scale: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, tiles: list[Tile], softcap: float | None
+) -> tuple[Float[Tensor, "Hkv N1 g Dv"], Float[Tensor, "Hkv N1 g"]]:
     """Output and log-sum-exp over all tiles, in float32."""
-    groups, count = q.shape[1:3]
-    q, k, v = _with_spare(q * scale), _with_spare(k), _with_spare(v)
-    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
-    total = torch.full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32, device=q.device)
+    shared, count, groups = q.shape[:3]
+    out = torch.empty(count, shared, groups, v.shape[-1], dtype=torch.float32, device=q.device).transpose(0, 1)
+    total = torch.empty(shared, count, groups, dtype=torch.float32, device=q.device)
     for tile in tiles:
-        scores, _ = _scores(_rows(q, tile.queries), _rows(k, tile.keys), tile, softcap)
+        tile_q = _rows(q, tile.queries, tile.rows)
+        tile_k, tile_v = (_rows(x, tile.keys, tile.columns) for x in (k, v))
+        if _is_fused(q, v, tile, softcap):
+            found, sums = _flash(*(_heads(x, groups) for x in (tile_q, tile_k, tile_v)), is_causal=True, scale=1.0)
+            _put(out, tile, found.transpose(1, 2).float())
+            _put(total, tile, sums.transpose(1, 2))
+            continue
+        scores, _ = _scores(tile_q, tile_k, tile, softcap)
         peak = scores.amax(-1, keepdim=True).clamp_min_(torch.finfo(torch.float32).min)
         weights = scores.sub_(peak).exp_()
-        sums = weights.sum(-1, keepdim=True)
-        found = torch.bmm(weights.to(v.dtype), _rows(v, tile.keys)).float() / sums.clamp_min(1e-30)
-        found = _back(found, tile.queries, groups)
-        sums = _back(sums.log_().add_(peak), tile.queries, groups)
-        index = tile.queries.flatten()
+        sums = weights.sum(-1, keepdim=True).log_().add_(peak)
+        found = torch.bmm(weights.to(v.dtype), tile_v).float().view(*tile_q.shape[:3], -1)
+        peak, joined = peak.view(tile_q.shape[:3]), sums.view(tile_q.shape[:3])
         if not tile.first:
-            seen = total.index_select(2, index)
-            joined = torch.logaddexp(seen, sums)
-            found = found * (sums - joined).exp() + out.index_select(2, index) * (seen - joined).exp()
-            sums = joined
-        out.index_copy_(2, index, found)
-        total.index_copy_(2, index, sums)
-    return out[:, :, :count], total[:, :, :count, 0]
+            seen = _rows(total, tile.queries, tile.rows)
+            joined = torch.logaddexp(seen, joined)
+        found *= (peak - joined).exp_().unsqueeze(-1)
+        if not tile.first:
+            found.addcmul_(_rows(out, tile.queries, tile.rows), (seen - joined).exp_().unsqueeze(-1))
+        _put(out, tile, found)
+        _put(total, tile, joined)
+    return out, total
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What the backward pass of every tile needs of all of them: output, its gradient, log-sum-exp, g . out."""
+
+    out: Float[Tensor, "Hkv N1 g Dv"]
+    grad: Float[Tensor, "Hkv N1 g Dv"]
+    total: Float[Tensor, "Hkv N1 g"]
+    delta: Float[Tensor, "Hkv N1 g"]
+
+    def of(self, tile: Tile) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, grad, total, delta = (
+            _rows(x, tile.queries, tile.rows) for x in (self.out, self.grad, self.total, self.delta)
+        )
+        return out, grad, total, delta
 
 
 def _attend_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    total: Tensor,
-    delta: Tensor,
-    tiles: list[Tile],
-    scale: float,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, around: _Around, tiles: list[Tile], softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """With w = exp(s - L): dv = w' g, ds = w (g v' - delta), dq = scale ds k, dk = scale ds' q."""
-    groups, count = q.shape[1:3]
-    q, k, v, grad = _with_spare(q * scale), _with_spare(k), _with_spare(v), _with_spare(grad.to(v.dtype))
-    # Padding has weight exp(s - inf) = 0, so that it adds nothing to any key.
-    total = _with_spare(total.unsqueeze(-1), torch.inf)
-    delta = _with_spare(delta.unsqueeze(-1))
+    """With w = exp(s - L): dv = w' g, ds = w (g v' - delta), dq = ds k, dk = ds' q."""
     d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     for tile in tiles:
-        tile_q, tile_k, tile_grad = _rows(q, tile.queries), _rows(k, tile.keys), _rows(grad, tile.queries)
-        scores, slope = _scores(tile_q, tile_k, tile, softcap)
-        weights = scores.sub_(_rows(total, tile.queries)).exp_()
-        d_scores = torch.bmm(tile_grad, _rows(v, tile.keys).transpose(1, 2)).float()
-        d_scores.sub_(_rows(delta, tile.queries)).mul_(weights)
-        if slope is not None:
-            d_scores.mul_(slope)
-        d_scores = d_scores.to(q.dtype)
-        _add(d_v, tile.keys, torch.bmm(weights.to(v.dtype).transpose(1, 2), tile_grad))
-        _add(d_k, tile.keys, torch.bmm(d_scores.transpose(1, 2), tile_q))
-        index = tile.queries.flatten()
-        found = _back(torch.bmm(d_scores, tile_k), tile.queries, groups).float()
-        d_q.index_copy_(2, index, found if tile.first else found + d_q.index_select(2, index))
-    return d_q[:, :, :count] * scale, d_k[:, :count], d_v[:, :count]
+        tile_q = _rows(q, tile.queries, tile.rows)
+        tile_k, tile_v = (_rows(x, tile.keys, tile.columns) for x in (k, v))
+        if _is_fused(q, v, tile, softcap):
+            found = _fused_backward(tile_q, tile_k, tile_v, *around.of(tile))
+        else:
+            found = _tile_backward(tile_q, tile_k, tile_v, around, tile, softcap)
+        _add(d_q, tile.queries, tile.rows, found[0])
+        _add(d_k, tile.keys, tile.columns, found[1])
+        _add(d_v, tile.keys, tile.columns, found[2])
+    return d_q, d_k, d_v
 
 
-def _add(target: Tensor, keys: Tensor, found: Tensor) -> None:
-    """Adds [Hkv * C, K, D] at positions `keys`, which differ but for the padding, where 0 is added."""
-    index = keys.flatten()
-    found = found.view(target.shape[0], len(index), -1)
-    target.index_copy_(1, index, target.index_select(1, index) + found)
+def _fused_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, total: Tensor, _: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output and log-sum-exp are those over all tiles, so that the gradients are this tile's share."""
+    q, k, v, out, grad = (_heads(x, q.shape[2]) for x in (q, k, v, out, grad))
+    d_q, d_k, d_v = _flash_backward(grad, q, k, v, out, total.transpose(1, 2), 0.0, True, scale=1.0)
+    return d_q.transpose(1, 2), d_k.sum(1), d_v.sum(1)
+
+
+def _tile_backward(
+    q: Tensor, k: Tensor, v: Tensor, around: _Around, tile: Tile, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, grad, total, delta = around.of(tile)
+    grad = grad.flatten(1, 2)
+    scores, slope = _scores(q, k, tile, softcap)
+    weights = scores.sub_(total.flatten(1, 2).unsqueeze(-1)).exp_()
+    d_scores = torch.bmm(grad, v.transpose(1, 2)).float()
+    d_scores.sub_(delta.flatten(1, 2).unsqueeze(-1)).mul_(weights)
+    if slope is not None:
+        d_scores.mul_(slope)
+    d_scores = d_scores.to(q.dtype)
+    d_v = torch.bmm(weights.to(v.dtype).transpose(1, 2), grad)
+    d_k = torch.bmm(d_scores.transpose(1, 2), q.flatten(1, 2))
+    return torch.bmm(d_scores, k).view(q.shape), d_k, d_v

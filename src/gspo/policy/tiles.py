@@ -2,7 +2,8 @@
 
 A token sees its prompt and the part of its own response before it. So the matrix falls into causal blocks (each
 prompt, each response) and rectangles (a prompt's responses against the prompt); everything else is never computed.
-Blocks of like size go into one batch, and long ones are cut into strips of rows, whose keys end at the diagonal.
+Long causal blocks are cut into strips of rows: a square at the diagonal, and a rectangle of all keys before it.
+Blocks of like size go into one batch where that costs less than a call of their own.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from gspo.policy.layout import Span, TokenLayout
 Block = TypeVar("Block")
 
 STRIP = 128
-"""Rows of a strip: above, half of the diagonal square is computed for nothing; below, calls dominate."""
+"""Rows of a strip: above, half of the diagonal square may be computed for nothing; below, calls dominate."""
 
-CALL = 96 * 96
+CALL, CPU_CALL = 96 * 96, 32 * 32
 """Scores per head that cost about as much as one more batch: blocks are padded into a batch up to this waste."""
 
 BATCH = 1 << 18
@@ -34,61 +35,91 @@ class Tile:
     """`C` blocks of attention of equal shape, positions as in the flattened forward.
 
     Padding points to position N, one past the last. `first` tiles come once for every token; the others add keys to
-    tokens that have been seen. `mask` is True where the query sees the key; None: everywhere.
+    tokens that have been seen. `mask` is True where the query sees the key; None: everywhere. `causal`: the mask
+    is the lower triangle, and the queries are the keys. `rows` and `columns` are where a single block lies.
     """
 
     queries: Int[Tensor, "C Q"]
     keys: Int[Tensor, "C Kt"]
     mask: Bool[Tensor, "Cm Q Kt"] | None
-    padded: Bool[Tensor, "C Q"]
+    causal: bool
     first: bool
+    rows: slice | None
+    columns: slice | None
 
 
 def plan_tiles(layout: TokenLayout, window: int | None) -> list[Tile]:
     """The tiles of one layer; with a sliding `window` a token sees itself and the `window - 1` before it."""
     size = layout.input_ids.numel()
     segments = [span for piece in layout.pieces for span in (piece.prompt, *(s for _, s in piece.responses))]
-    tiles = _causal_tiles([span for span in segments if span.length], size, window)
-    tiles += _prompt_tiles(layout, size, window)
-    device = layout.input_ids.device
-    return [_on(tile, device) for tile in tiles]
+    plan = _Plan(size, layout.input_ids.device, [])
+    _plan_causal(plan, [span for span in segments if span.length], window)
+    _plan_prompts(plan, layout, window)
+    return plan.tiles
 
 
-def _on(tile: Tile, device: torch.device) -> Tile:
-    mask = None if tile.mask is None else tile.mask.to(device)
-    return Tile(tile.queries.to(device), tile.keys.to(device), mask, tile.padded.to(device), tile.first)
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Tiles as they are found; `size` is N."""
 
+    size: int
+    device: torch.device
+    tiles: list[Tile]
 
-def _causal_tiles(segments: list[Span], size: int, window: int | None) -> list[Tile]:
-    tiles = []
-    ordered = sorted(segments, key=lambda span: -span.length)
-    for batch in _batches(ordered, [(s.length, min(s.length, STRIP)) for s in ordered]):
-        longest = batch[0].length
-        for low in range(0, longest, STRIP):
-            high = min(low + STRIP, longest)
-            reaching = [span for span in batch if span.length > low]
-            first_key = 0 if window is None else max(0, low - window + 1)
-            query, key = np.arange(low, high)[:, None], np.arange(first_key, high)[None, :]
-            mask = key <= query
-            if window is not None:
-                mask &= key > query - window
-            tiles.append(
-                _tile(
-                    _positions([Span(s.start + low, min(s.length, high) - low) for s in reaching], high - low, size),
-                    _positions(
-                        [Span(s.start + first_key, min(s.length, high) - first_key) for s in reaching],
-                        high - first_key,
-                        size,
-                    ),
-                    mask[None],
-                    size,
-                    first=True,
-                )
+    def add(
+        self, queries: list[Span], keys: list[Span], mask: np.ndarray | None, *, causal: bool = False, first: bool
+    ) -> None:
+        """Blocks side by side; shorter ones are padded. `mask` may leave padded keys out."""
+        single = len(queries) == 1
+        self.tiles.append(
+            Tile(
+                torch.from_numpy(_positions(queries, self.size)).to(self.device),
+                torch.from_numpy(_positions(keys, self.size)).to(self.device),
+                None if mask is None or mask.all() else torch.from_numpy(mask.copy()).to(self.device),
+                causal,
+                first,
+                slice(queries[0].start, queries[0].stop) if single else None,
+                slice(keys[0].start, keys[0].stop) if single else None,
             )
-    return tiles
+        )
+
+    def batches(self, blocks: list[Block], shapes: list[tuple[int, int]]) -> list[list[Block]]:
+        """Neighbours in one batch while padding them to one shape wastes less than the calls it saves would cost."""
+        batches: list[list[Block]] = []
+        rows = columns = area = 0
+        call = CPU_CALL if self.device.type == "cpu" else CALL
+        for block, shape in zip(blocks, shapes, strict=True):
+            count = len(batches[-1]) + 1 if batches else 1
+            wide, high = max(columns, shape[1]), max(rows, shape[0])
+            padded = count * wide * high
+            waste = padded - area - shape[0] * shape[1]
+            if batches and padded <= BATCH and waste <= call * (count - 1):
+                batches[-1].append(block)
+                rows, columns, area = high, wide, area + shape[0] * shape[1]
+            else:
+                batches.append([block])
+                rows, columns, area = *shape, shape[0] * shape[1]
+        return batches
 
 
-def _prompt_tiles(layout: TokenLayout, size: int, window: int | None) -> list[Tile]:
+def _plan_causal(plan: _Plan, segments: list[Span], window: int | None) -> None:
+    ordered = sorted(segments, key=lambda span: -span.length)
+    for batch in plan.batches(ordered, [(s.length, min(s.length, STRIP)) for s in ordered]):
+        for low in range(0, batch[0].length, STRIP):
+            high = min(low + STRIP, batch[0].length)
+            reaching = [span for span in batch if span.length > low]
+            rows = [Span(s.start + low, min(s.length, high) - low) for s in reaching]
+            distance = np.arange(high - low)[:, None] - np.arange(high - low)[None, :]
+            square = (distance >= 0) & (distance < (window or high))
+            plan.add(rows, rows, square[None], causal=window is None or window >= high - low, first=True)
+            first_key = 0 if window is None else max(0, low - window + 1)
+            if first_key < low:
+                query, key = np.arange(low, high)[:, None], np.arange(first_key, low)[None, :]
+                near = query - key < (window or high)
+                plan.add(rows, [Span(s.start + first_key, low - first_key) for s in reaching], near[None], first=False)
+
+
+def _plan_prompts(plan: _Plan, layout: TokenLayout, window: int | None) -> None:
     """The responses of a prompt, end to end, against the prompt."""
     places = np.append(layout.position_ids.flatten().cpu().numpy(), 0)
     pairs = []
@@ -98,51 +129,21 @@ def _prompt_tiles(layout: TokenLayout, size: int, window: int | None) -> list[Ti
         if asking.length and seen:
             pairs.append((asking, Span(piece.prompt.stop - seen, seen)))
     pairs.sort(key=lambda pair: (-pair[0].length, -pair[1].length))
-    tiles = []
-    for batch in _batches(pairs, [(asking.length, seen.length) for asking, seen in pairs]):
-        width = max(seen.length for _, seen in batch)
-        keys = _positions([seen for _, seen in batch], width, size)
-        rows = min(batch[0][0].length, max(1, BATCH // width))
+    for batch in plan.batches(pairs, [(asking.length, seen.length) for asking, seen in pairs]):
+        rows = max(1, BATCH // max(seen.length for _, seen in batch))
         for low in range(0, batch[0][0].length, rows):
-            strips = [Span(asking.start + low, min(asking.length - low, rows)) for asking, _ in batch]
-            queries = _positions(strips, rows, size)
-            mask = np.broadcast_to(keys[:, None, :] != size, (len(batch), rows, width))
+            reaching = [(asking, seen) for asking, seen in batch if asking.length > low]
+            strips = [Span(asking.start + low, min(asking.length - low, rows)) for asking, _ in reaching]
+            keys = [seen for _, seen in reaching]
+            row, column = _positions(strips, plan.size)[:, :, None], _positions(keys, plan.size)[:, None, :]
+            mask = np.broadcast_to(column != plan.size, np.broadcast_shapes(row.shape, column.shape))
             if window is not None:
-                mask = mask & (places[keys[:, None, :]] > places[queries[:, :, None]] - window)
-            tiles.append(_tile(queries, keys, None if mask.all() else mask, size, first=False))
-    return tiles
+                mask = mask & (places[column] > places[row] - window)
+            plan.add(strips, keys, mask, first=False)
 
 
-def _batches(blocks: list[Block], shapes: list[tuple[int, int]]) -> list[list[Block]]:
-    """Neighbours in one batch while padding them to one shape wastes less than the calls it saves would cost."""
-    batches: list[list[Block]] = []
-    rows = columns = area = 0
-    for block, shape in zip(blocks, shapes, strict=True):
-        count = len(batches[-1]) + 1 if batches else 1
-        wide, high = max(columns, shape[1]), max(rows, shape[0])
-        padded = count * wide * high
-        if batches and padded <= BATCH and padded - area - shape[0] * shape[1] <= CALL * (count - 1):
-            batches[-1].append(block)
-            rows, columns, area = high, wide, area + shape[0] * shape[1]
-        else:
-            batches.append([block])
-            rows, columns, area = *shape, shape[0] * shape[1]
-    return batches
-
-
-def _positions(spans: list[Span], width: int, size: int) -> np.ndarray:
-    """[C, width] positions; padding is `size`."""
-    offsets = np.arange(width)[None, :]
-    starts = np.array([span.start for span in spans])[:, None]
-    lengths = np.array([span.length for span in spans])[:, None]
+def _positions(spans: list[Span], size: int) -> np.ndarray:
+    """[C, longest] positions; padding is `size`."""
+    starts, lengths = (np.array(values)[:, None] for values in zip(*((s.start, s.length) for s in spans), strict=True))
+    offsets = np.arange(lengths.max())[None, :]
     return np.where(offsets < lengths, starts + offsets, size)
-
-
-def _tile(queries: np.ndarray, keys: np.ndarray, mask: np.ndarray | None, size: int, *, first: bool) -> Tile:
-    return Tile(
-        torch.from_numpy(queries),
-        torch.from_numpy(keys),
-        None if mask is None else torch.from_numpy(mask.copy()),
-        torch.from_numpy(queries == size),
-        first,
-    )
