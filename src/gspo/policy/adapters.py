@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gspo.config import LoraConfig
+from gspo.distributed.sharding import whole
 from gspo.errors import BadInputError
 
 
@@ -101,20 +102,27 @@ def adapter_off(adapter: Any) -> Iterator[None]:
         yield
 
 
-def save_lora(adapter: Any, folder: Path) -> None:
-    """Writes the adapter alone, in peft's own format, which `PeftModel.from_pretrained` reads."""
-    adapter.save_pretrained(str(folder), save_embedding_layers=False)
+def save_lora(adapter: Any, folder: Path, *, write: bool = True) -> None:
+    """Writes the adapter alone, in peft's own format, which `PeftModel.from_pretrained` reads.
+
+    A sharded one is gathered from all processes, of which one gives `write`.
+    """
+    state = {name: whole(tensor) for name, tensor in adapter.state_dict().items() if ".lora_" in name}
+    if write:
+        adapter.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
 
 
-def without_adapter(model: Any) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
-    """The state of `model` under the names it has without an adapter, the adapter's update left out.
+def without_adapter(
+    model: Any, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
+    """The state of `model`, or a part of it, under the names it has without an adapter, the update left out.
 
     The second dict has, for each adapted weight, what gives it with the update added in. The model itself stays as it
     is: adding the update and taking it away again would not give back the same bits.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    state: dict[str, Tensor] = {}
+    plain_state: dict[str, Tensor] = {}
     merged: dict[str, Callable[[], Tensor]] = {}
     # A layer's weight is adapted, or one of the stacked parameters of a module of experts, which peft wraps once each.
     layers = {
@@ -122,14 +130,14 @@ def without_adapter(model: Any) -> tuple[dict[str, Tensor], dict[str, Callable[[
         for name, module in model.named_modules()
         if isinstance(module, BaseTunerLayer)
     }
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         if ".lora_" in name:
             continue
         plain = _plain(name)
-        state[plain] = tensor
+        plain_state[plain] = tensor
         if plain in layers:
             merged[plain] = partial(_merged, layers[plain], tensor)
-    return state, merged
+    return plain_state, merged
 
 
 def _plain(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as hf_logging
 
+from gspo.distributed.sharding import parts
 from gspo.policy.adapters import save_lora, without_adapter
 from gspo.policy.model import Policy
 
@@ -19,18 +20,26 @@ def named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint-format (name, tensor) pairs: an adapter merged in, fused experts split back, tied weights once.
 
     Tensors are views of the weights wherever they can be; an adapted weight is merged when its turn comes, so that
-    never more than one of them is held.
+    never more than one of them is held. Of a sharded policy one layer at a time is gathered, and its tensors are
+    copies: all processes iterate together and to the end.
     """
-    if policy.adapter is None:
-        yield from _checkpoint_format(policy.model, policy.model.state_dict()).items()
-        return
-    state, merged = without_adapter(policy.model)
+    for state in parts(policy.model):
+        if policy.adapter is None:
+            pairs: Iterable[tuple[str, Tensor]] = _checkpoint_format(policy.model, state).items()
+        else:
+            pairs = _merged(policy.model, state)
+        for name, tensor in pairs:
+            yield name, tensor.clone() if policy.sharded else tensor
+
+
+def _merged(model: Any, with_adapter: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    state, merged = without_adapter(model, with_adapter)
     adapted = {state[name].data_ptr(): name for name in merged}
-    converted = _checkpoint_format(policy.model, state)
+    converted = _checkpoint_format(model, state)
     untouched = {tensor.data_ptr() for name, tensor in converted.items() if _is_whole(tensor, state, adapted)}
     split = {name: merged[name]() for pointer, name in adapted.items() if pointer not in untouched}
     if split:
-        converted = _checkpoint_format(policy.model, state | split)
+        converted = _checkpoint_format(model, state | split)
     for name, tensor in converted.items():
         if _is_whole(tensor, state, adapted):
             yield name, merged[adapted[tensor.data_ptr()]]()
@@ -38,22 +47,30 @@ def named_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def save_policy(policy: Policy, folder: Path) -> None:
+def save_policy(policy: Policy, folder: Path, *, write: bool = True) -> None:
     """Writes what `AutoModelForCausalLM.from_pretrained` loads; with LoRA the adapter alone.
 
     With LoRA the folder names the model that the adapter belongs to; `save_merged` writes one that needs no other.
+    All processes of a sharded policy call it, and one of them gives `write`.
     """
     if policy.adapter is None:
-        save_merged(policy, folder)
+        save_merged(policy, folder, write=write)
         return
-    save_lora(policy.adapter, folder)
-    policy.tokenizer.save_pretrained(folder)
+    save_lora(policy.adapter, folder, write=write)
+    if write:
+        policy.tokenizer.save_pretrained(folder)
 
 
-def save_merged(policy: Policy, folder: Path) -> None:
-    """Writes a whole model, an adapter's update added in, that reloads to the same bits."""
+def save_merged(policy: Policy, folder: Path, *, write: bool = True) -> None:
+    """Writes a whole model, an adapter's update added in, that reloads to the same bits. `write`: see `save_policy`."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in named_tensors(policy):
+        if write:
+            tensors[name] = tensor.cpu() if policy.sharded else tensor
+    if not write:
+        return
     with _no_progress_bar():
-        policy.model.save_pretrained(folder, state_dict=dict(named_tensors(policy)), save_original_format=False)
+        policy.model.save_pretrained(folder, state_dict=tensors, save_original_format=False)
     policy.tokenizer.save_pretrained(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as hf_logging
 
 from gspo.config import LoraConfig
+from gspo.distributed.sharding import gathered, place
+from gspo.distributed.world import World
 from gspo.errors import BadInputError
 from gspo.policy import adapters
 from gspo.policy.compiling import CompiledLayers
@@ -39,6 +42,9 @@ def load_policy(
     reference: bool = False,
     tokens: int = 0,
     seed: int = 0,
+    world: World | None = None,
+    shard: Literal["none", "full"] = "none",
+    reshard_after_forward: bool = True,
 ) -> Policy:
     """The policy from a hub id, a `from_pretrained` folder, or another run's folder (its last checkpoint).
 
@@ -53,10 +59,15 @@ def load_policy(
         reference: keep the starting weights for the KL (with LoRA they are the model with the adapter off).
         tokens: tokens of a micro-batch, for the memory estimate.
         seed: draws the weights of a new adapter.
+        world: the processes that load it together; only the main one reads the weights.
+        shard: `full` spreads weights, gradients and optimizer state over them (a world of one has nothing to spread).
+        reshard_after_forward: see `Shards`.
 
     Raises:
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
+    world = world or World()
+    _check_sharding(shard, world, compile)
     preview = preview_policy(
         path,
         resume=resume,
@@ -71,18 +82,23 @@ def load_policy(
     )
     target, config, tokenizer, autocast = preview.device, preview.config, preview.tokenizer, preview.autocast
     tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
-    model = _load_model(preview.folder, config, trust_remote_code).to(target).requires_grad_(train and lora is None)
-    findings = probe(model, "shared" if layout == "auto" else layout)
-    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast)
-    frozen = None
-    if reference and lora is None:
-        original = _load_model(resolve_path(str(path)), config, trust_remote_code)
-        frozen = _compiled(replace(scorer, model=original.to(target).requires_grad_(False)), compile)
+    model = _load_model(preview.folder, config, trust_remote_code, empty=not world.is_main)
+    model.requires_grad_(train and lora is None)
     adapter = None
     if lora is not None:
         adapter = adapters.add_lora(model, lora, train=train, seed=seed)
-        if resume is not None:
+        if resume is not None and world.is_main:
             adapters.restore_lora(adapter, resume)
+    placed = {"shard": shard == "full", "reshard_after_forward": reshard_after_forward}
+    shards = place(model, target, world, **placed)
+    with gathered(model, layers=False):
+        findings = probe(model, "shared" if layout == "auto" else layout)
+    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast, shards=shards)
+    frozen = None
+    if reference and lora is None:
+        original = _load_model(resolve_path(str(path)), config, trust_remote_code, empty=not world.is_main)
+        original.requires_grad_(False)
+        frozen = _compiled(replace(scorer, model=original, shards=place(original, target, world, **placed)), compile)
     if activation_checkpointing:
         enable_activation_checkpointing(model)
     eos = eos_ids(model, tokenizer)
@@ -175,6 +191,14 @@ def memory_of(
     )
 
 
+def _check_sharding(shard: str, world: World, compile: bool) -> None:
+    if shard == "full" and world.size > 1 and compile:
+        raise BadInputError(
+            'model.compile = true with distributed.shard = "full": compiled layers are not gathered; set one of them '
+            'to false or "none"'
+        )
+
+
 def _compiled(scorer: ScoringModel, wanted: bool) -> ScoringModel:
     return replace(scorer, compiled=CompiledLayers(scorer.model)) if wanted else scorer
 
@@ -214,11 +238,12 @@ def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def _load_model(folder: str, config: Any, trust_remote_code: bool) -> Any:
+def _load_model(folder: str, config: Any, trust_remote_code: bool, *, empty: bool = False) -> Any:
+    """The model with its weights; `empty` leaves them on the meta device, to be sent by another process."""
     base, saved_adapters = adapter_chain(folder)
-    model = _load_weights(base, config, trust_remote_code)
+    model = (_shell if empty else _load_weights)(base, config, trust_remote_code)
     for adapter in saved_adapters:
-        model = adapters.merge_lora(model, adapter)
+        model = model if empty else adapters.merge_lora(model, adapter)
         model.name_or_path = str(adapter)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -231,9 +256,25 @@ def _load_model(folder: str, config: Any, trust_remote_code: bool) -> Any:
     return model.eval()
 
 
-def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
+def _attention(config: Any) -> dict[str, str]:
     # Soft-capped attention exists in the eager function alone; sdpa would leave the cap out without a word.
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
+
+
+def _shell(folder: str, config: Any, trust_remote_code: bool) -> Any:
+    """The model as `_load_weights` builds it, without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=trust_remote_code, **_attention(config)
+        )
+    with suppress(OSError):  # few models have none; theirs is then that of the config, as in `_load_weights`
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = folder
+    return model
+
+
+def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()
     try:
@@ -244,7 +285,7 @@ def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            **({"attn_implementation": "eager"} if capped else {}),
+            **_attention(config),
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None

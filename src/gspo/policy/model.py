@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gspo.distributed.sharding import Shards
 from gspo.policy import head as heads
 from gspo.policy.adapters import adapter_off
 from gspo.policy.attention import use_layout
@@ -20,7 +21,20 @@ from gspo.policy.memory import MemoryEstimate
 from gspo.policy.route_checks import Routes
 from gspo.policy.routing import record_routing, replay_routing
 from gspo.policy.sampled_routes import padding_rows
-from gspo.types import Rollout, Scores
+from gspo.types import Prompt, Rollout, Scores, VersionSpan
+
+_SMALLEST = Rollout(
+    prompt=Prompt("", "", (0,)),
+    slot=0,
+    sample=0,
+    response_ids=(0,),
+    sampler_logprobs=(0.0,),
+    trainable=(True,),
+    finish_reason="stop",
+    policy_version=(VersionSpan(0, 0),),
+    text="",
+)
+"""One prompt token and one response token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +44,8 @@ class ScoringModel:
     `exact_head`: the head was proven equal to the model's own logits, so that logits are never made for all
     tokens. `layout_attention`: the attention that computes only a layout's own blocks was proven too; else rows
     are packed or padded as `transformers` does it. `autocast`: dtype of the matrix products; None for float32.
-    `compiled`: layers that take the place of the model's own in both passes.
+    `compiled`: layers that take the place of the model's own in both passes. `shards`: how the model is spread over
+    the processes, where it is.
     """
 
     model: Any
@@ -38,6 +53,7 @@ class ScoringModel:
     layout_attention: bool
     autocast: torch.dtype | None = None
     compiled: CompiledLayers | None = None
+    shards: Shards | None = None
 
     @property
     def device(self) -> torch.device:
@@ -58,20 +74,27 @@ class ScoringModel:
         self, layout: TokenLayout, *, temperature: float, support: heads.Support | None, entropy: bool
     ) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
         """Log-prob and entropy of each scored token; call it inside `attending`."""
-        head = heads.find_head(self.model) if self.exact_head else None
-        with self._autocast():
-            if head is None:
+        if not self.exact_head or heads.find_head(self.model) is None:
+            with self._autocast():
                 logits = self.model(**_inputs(layout)).logits.flatten(0, 1)[layout.source]
                 return heads.logprobs_from_logits(logits, layout.targets, temperature=temperature, support=support)
-            hidden = hidden_states(self.model, layout)
-        return heads.token_logprobs(
-            head, hidden, layout.targets, temperature=temperature, support=support, entropy=entropy
-        )
+
+        def score() -> tuple[Tensor, Tensor]:
+            with self._autocast():
+                hidden = hidden_states(self.model, layout)
+            head = heads.find_head(self.model)
+            assert head is not None
+            return heads.token_logprobs(
+                head, hidden, layout.targets, temperature=temperature, support=support, entropy=entropy
+            )
+
+        return score() if self.shards is None else self.shards.run(score)
 
     def _autocast(self) -> Any:
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+        # The cache would hold a cast copy of every layer, which a sharded model is meant never to hold at once.
+        return torch.autocast(self.device.type, dtype=self.autocast, cache_enabled=self.shards is None)
 
 
 def hidden_states(model: Any, layout: TokenLayout) -> Float[Tensor, "M D"]:
@@ -115,6 +138,12 @@ class Policy:
     def device(self) -> torch.device:
         return self.scorer.device
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a slice of the weights: all must run the same passes, and every backward pass
+        has already summed its gradients over all of them."""
+        return self.scorer.shards is not None
+
     def trainable_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """What the optimizer updates."""
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -144,8 +173,9 @@ class Policy:
         >>> with policy.forward(layout, temperature=1.0) as scores:  # doctest: +SKIP
         ...     loss(scores.logprobs).backward()
         """
-        with self.scorer.attending(layout), _routing(self.model, layout, routes, record) as routing:
-            yield replace(_score(self.scorer, layout, temperature, entropy, support), **routing)
+        fed = self._fed(layout)
+        with self.scorer.attending(fed), _routing(self.model, layout, routes, record) as routing:
+            yield replace(_score(self.scorer, fed, layout, temperature, entropy, support), **routing)
 
     @torch.no_grad()
     def score(
@@ -171,13 +201,38 @@ class Policy:
         Raises:
             ValueError: neither was loaded.
         """
+        fed = self._fed(layout)
         if self.frozen is not None:
-            with self.frozen.attending(layout):
-                return _score(self.frozen, layout, temperature, False, None)
+            with self.frozen.attending(fed):
+                return _score(self.frozen, fed, layout, temperature, False, None)
         if self.adapter is None:
             raise ValueError("no reference was loaded: load_policy(reference=True)")
-        with adapter_off(self.adapter), self.scorer.attending(layout):
-            return _score(self.scorer, layout, temperature, False, None)
+        with adapter_off(self.adapter), self.scorer.attending(fed):
+            return _score(self.scorer, fed, layout, temperature, False, None)
+
+    def take_part(self, *, backward: bool = False, reference: bool = False) -> None:
+        """Joins a pass that other processes make and this one has no rollouts for; it changes nothing.
+
+        Args:
+            backward: whether theirs is an update's, with `backward`.
+            reference: whether theirs is one of `reference`.
+        """
+        if not self.sharded:
+            return
+        nothing = self.layout([])
+        if reference:
+            self.reference(nothing, temperature=1.0)
+        elif backward:
+            with self.forward(nothing, temperature=1.0, entropy=False) as scores:
+                torch.autograd.backward(scores.logprobs.sum())
+        else:
+            self.score(nothing, temperature=1.0, entropy=False)
+
+    def _fed(self, layout: TokenLayout) -> TokenLayout:
+        """What runs through the model. A sharded one must run for a layout without scored tokens too."""
+        if len(layout.source) > 0 or not self.sharded:
+            return layout
+        return self.layout([_SMALLEST])
 
     def micro_batches(
         self, rollouts: Sequence[Rollout], max_tokens: int, *, kind: LayoutKind | None = None
@@ -202,11 +257,20 @@ def _routing(model: Any, layout: TokenLayout, routes: Routes | None, record: boo
 
 
 def _score(
-    scorer: ScoringModel, layout: TokenLayout, temperature: float, entropy: bool, support: heads.Support | None
+    scorer: ScoringModel,
+    fed: TokenLayout,
+    layout: TokenLayout,
+    temperature: float,
+    entropy: bool,
+    support: heads.Support | None,
 ) -> Scores:
-    if len(layout.source) == 0:
-        # Without a token there is no forward pass; a loss of such scores can be differentiated like any other.
-        zeros = torch.zeros(layout.rows, layout.columns, device=scorer.device, requires_grad=torch.is_grad_enabled())
+    """Scores of `layout`; where it has no scored token, `fed` takes its place in the model, and counts for nothing."""
+    if len(layout.source) > 0:
+        logprobs, entropies = scorer.token_logprobs(layout, temperature=temperature, support=support, entropy=entropy)
+        return Scores(layout.scatter(logprobs), layout.scatter(entropies), layout.mask)
+    # A loss of such scores can be differentiated like any other.
+    zeros = torch.zeros(layout.rows, layout.columns, device=scorer.device, requires_grad=torch.is_grad_enabled())
+    if fed is layout:
         return Scores(zeros, zeros.detach().clone(), layout.mask)
-    logprobs, entropies = scorer.token_logprobs(layout, temperature=temperature, support=support, entropy=entropy)
-    return Scores(layout.scatter(logprobs), layout.scatter(entropies), layout.mask)
+    logprobs, _ = scorer.token_logprobs(fed, temperature=temperature, support=None, entropy=False)
+    return Scores(zeros + 0.0 * logprobs.sum(), zeros.detach().clone(), layout.mask)

@@ -8,8 +8,6 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gspo.errors import BadInputError
@@ -17,12 +15,12 @@ from gspo.policy.export import save_policy
 from gspo.policy.model import Policy
 from gspo.training.interrupts import uninterrupted
 from gspo.training.learner import Learner
-from gspo.training.optimizer import load_optimizer_tensors, optimizer_tensors
+from gspo.training.optimizer_files import NAME, load_optimizer_files, save_optimizer
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
 STATE = "trainer_state.json"
-OPTIMIZER = "trainer_optimizer.safetensors"
+OPTIMIZER = f"{NAME}.safetensors"
 
 
 @dataclass(slots=True)
@@ -46,25 +44,36 @@ class TrainState:
 
 
 def save_checkpoint(run: Path, policy: Policy, learner: Learner, state: TrainState, *, keep: int) -> Path:
-    """Writes `checkpoints/step-NNNNNN` under the run, then removes all but the last `keep` and the best."""
+    """Writes `checkpoints/step-NNNNNN` under the run, then removes all but the last `keep` and the best.
+
+    The main process writes, and every process its own rows of a sharded optimizer: the folder must be one for all.
+    """
     folder = run / CHECKPOINTS
     final = folder / f"step-{state.step:06d}"
-    if learner.world.is_main:
-        with uninterrupted():
-            _write(folder, final, policy, learner, state)
+    partial = folder / f".partial-{final.name}"
+    world = learner.world
+    with uninterrupted():
+        if world.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        if policy.sharded:
+            world.barrier()
+            save_policy(policy, partial, write=world.is_main)
+            save_optimizer(learner.optimizer, _names(policy), partial, world)
+            world.barrier()
+        elif world.is_main:
+            save_policy(policy, partial)
+            save_optimizer(learner.optimizer, _names(policy), partial, None)
+        if world.is_main:
+            _finish(partial, final, state)
             if state.best_step == state.step:
                 _point_best_at(folder, final.name)
             _prune(folder, keep)
-    learner.world.barrier()
+    world.barrier()
     return final
 
 
-def _write(folder: Path, final: Path, policy: Policy, learner: Learner, state: TrainState) -> None:
-    partial = folder / f".partial-{final.name}"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_policy(policy, partial)
-    save_file(_contiguous(optimizer_tensors(learner.optimizer, _names(policy))), partial / OPTIMIZER)
+def _finish(partial: Path, final: Path, state: TrainState) -> None:
     (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
     _flush(partial)
     shutil.rmtree(final, ignore_errors=True)
@@ -85,10 +94,9 @@ def load_optimizer(checkpoint: Path, policy: Policy, learner: Learner, version: 
     Raises BadInputError for a damaged file.
     """
     try:
-        tensors = load_file(checkpoint / OPTIMIZER)
-    except (OSError, SafetensorError) as error:
+        load_optimizer_files(learner.optimizer, _names(policy), checkpoint)
+    except OSError as error:
         raise _damaged(checkpoint / OPTIMIZER, error) from None
-    load_optimizer_tensors(learner.optimizer, _names(policy), tensors)
     learner.version = version
 
 
@@ -133,7 +141,3 @@ def _flush(folder: Path) -> None:
 
 def _names(policy: Policy) -> dict[Tensor, str]:
     return {parameter: name for name, parameter in policy.trainable_parameters()}
-
-
-def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gspo.config import OptimizerConfig
+from gspo.distributed.sharding import local, whole
+
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+"""What AdamW keeps of a parameter: the number of its updates, and two moments of its shape."""
 
 
 def make_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.AdamW:
@@ -42,26 +46,43 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
     return config.learning_rate * factor
 
 
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scales gradients down to `max_norm` and returns the norm they had, over all processes of a sharded policy."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return float(whole(norm))
+
+
 def optimizer_tensors(optimizer: torch.optim.AdamW, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as flat named tensors: `<parameter>.<step | exp_avg | exp_avg_sq>`."""
+    """The optimizer's state as flat named tensors: `<parameter>.<step | exp_avg | exp_avg_sq>`.
+
+    Of a sharded parameter it is this process's rows.
+    """
     return {
-        f"{names[parameter]}.{key}": value.detach()
+        f"{names[parameter]}.{key}": local(value.detach())
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.AdamW, names: Mapping[Tensor, str], tensors: dict[str, Tensor]
+    optimizer: torch.optim.AdamW, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Puts back what `optimizer_tensors` took."""
+    """Puts back what `optimizer_tensors` took; `tensors` has the rows of each parameter that this process holds."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = names[parameter]
             state = {
-                key: tensors[f"{prefix}.{key}"]
-                for key in ("step", "exp_avg", "exp_avg_sq")
+                key: _placed(parameter, key, tensors[f"{prefix}.{key}"])
+                for key in STATE_KEYS
                 if f"{prefix}.{key}" in tensors
             }
             if state:
-                optimizer.state[parameter] = {key: value.to(parameter.device).clone() for key, value in state.items()}
+                optimizer.state[parameter] = state
+
+
+def _placed(parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
+    if key == "step":
+        return value.to(parameter.device).clone()
+    moment = torch.zeros_like(parameter, requires_grad=False)
+    local(moment).copy_(value)
+    return moment
