@@ -31,13 +31,16 @@ from gspo.errors import GspoError
 
 Result = TypeVar("Result")
 
+RUN = "run_as_forward"
+"""The method of a sharded model that gathers its root, and then calls the function that it is given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shards:
     """A sharded model. `reshard_after_forward`: whether layers are let go of after the forward pass of training, and
     gathered again for the backward pass; the root never is. Without gradients they always are."""
 
-    root: Any
+    root: FSDPModule
     reshard_after_forward: bool
 
     def run(self, function: Callable[[], Result]) -> Result:
@@ -45,7 +48,7 @@ class Shards:
 
         Their gradients reach the slices like those of any other weight.
         """
-        run: Callable[[Callable[[], Result]], Result] = self.root.run_as_forward
+        run: Callable[[Callable[[], Result]], Result] = getattr(self.root, RUN)
         if not torch.is_grad_enabled():
             return run(function)
         for unit in units(self.root):
@@ -84,21 +87,21 @@ def place(
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     # Experts that no token of one process visits have no gradient there; the collective needs all of them.
     model.set_reduce_scatter_unused_params(True)
-    model.run_as_forward = MethodType(lambda _, function: function(), model)
-    register_fsdp_forward_method(model, "run_as_forward")
+    setattr(model, RUN, MethodType(lambda _, function: function(), model))
+    register_fsdp_forward_method(model, RUN)
     shards = Shards(model, reshard_after_forward)
     with torch.no_grad():
         shards.run(lambda: None)  # The first unit that runs is taken for the root.
     return shards
 
 
-def units(model: nn.Module) -> list[FSDPModule]:
+def units(model: Any) -> list[FSDPModule]:
     """The pieces of a sharded model that are gathered as one, the root among them; none if it is not sharded."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @contextmanager
-def gathered(model: nn.Module, *, layers: bool = True) -> Iterator[None]:
+def gathered(model: Any, *, layers: bool = True) -> Iterator[None]:
     """Inside, every process holds the whole model, and forward passes communicate nothing: each may run its own.
 
     Entering is for all processes together. No weight may change inside. `layers=False` gathers the root's own weights

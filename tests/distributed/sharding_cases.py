@@ -1,0 +1,173 @@
+"""What the tests of sharding run in each process: a sharded policy beside a plain one of the same weights."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gspo.config import LoraConfig
+from gspo.distributed.sharding import gathered, units, whole
+from gspo.distributed.world import World
+from gspo.policy.export import named_tensors, save_policy
+from gspo.policy.load import load_policy
+from gspo.rollout.transformers_engine import TransformersEngine
+from gspo.training.optimizer import clip_gradients
+from gspo.types import Prompt, Request, Sampling
+from tests.policy.tiny import random_rollouts, worst
+
+ADAPTER = {"lora": LoraConfig(rank=2)}
+CASES = {
+    "dense": ("llama", {}),
+    "tied": ("llama_tied", {}),
+    "packed": ("llama", {"layout": "packed"}),
+    "padded": ("llama_tied", {"layout": "padded"}),
+    "kept after the forward pass": ("llama", {"reshard_after_forward": False}),
+    "recomputed": ("llama", {"activation_checkpointing": True}),
+    "adapter": ("llama", ADAPTER),
+    "adapter, tied": ("llama_tied", ADAPTER),
+    "full logits": ("llama", {}),
+    "experts": ("qwen3_moe", {}),
+    "experts, recomputed": ("qwen3_moe", {"activation_checkpointing": True}),
+    "experts, replay": ("qwen3_moe", {}),
+    "experts, replay, recomputed": ("qwen3_moe", {"activation_checkpointing": True}),
+    "experts, replay, adapter": ("qwen3_moe", ADAPTER),
+    "odd rows": ("gpt2", {}),
+}
+# The first process makes two passes, the second one and then nothing; the empty response has nothing to score.
+SHARES = [[(0, 4), (4, 6)], [(6, 8)]]
+STEPS, RATE, MAX_NORM = 4, 0.02, 3.0
+
+
+def everything(folder):
+    """Every case on two processes; figures by case."""
+    torch.set_num_threads(1)
+    world = World.from_environment(60, device="cpu")
+    try:
+        figures = {}
+        for name in CASES:
+            plain, sharded = policies(name, folder, world)
+            figures[name] = compared(name, plain, sharded, world)
+            figures[name] |= exported(plain, sharded, world, Path(folder) / "saved" / name)
+            if name in ("dense", "tied", "experts", "adapter"):
+                figures[name] |= sampled(plain, sharded, world)
+        return figures
+    finally:
+        world.close()
+
+
+def policies(name, folder, world):
+    family, options = CASES[name]
+    settings = {"device": "cpu", "dtype": "float32", "seed": 3, "reference": "adapter" in name or name == "dense"}
+    start = f"{folder}/{family}"
+    sharded = load_policy(start, **settings, world=world, shard="full", **options)
+    plain = load_policy(start, **settings, **{k: v for k, v in options.items() if k != "reshard_after_forward"})
+    if name == "full logits":
+        plain.scorer, sharded.scorer = (replace(p.scorer, exact_head=False) for p in (plain, sharded))
+    return plain, sharded
+
+
+def compared(name, plain, sharded, world):
+    """Gradients, norms and weights of a few SGD updates, and the reference that none of them moves."""
+    everyone = [share for shares in SHARES for share in shares]
+    mine = [*SHARES[world.rank], *[None] * (len(SHARES[0]) - len(SHARES[world.rank]))]
+    start = weights(plain)
+    figures = {"sharded": sharded.sharded, "units": len(units(sharded.model)), "norms": []}
+    for step in range(STEPS):
+        routes = {share: recorded(plain, share) for share in everyone} if "replay" in name else {}
+        backward(plain, everyone, routes)
+        backward(sharded, mine, routes)
+        expected = {n: p.grad for n, p in plain.trainable_parameters()}
+        found = {n: whole(p.grad) for n, p in sharded.trainable_parameters()}
+        if step == 0:
+            figures["gradient"] = worst(found, expected)
+        figures["norms"].append([clip_gradients(_parameters(p), MAX_NORM) for p in (plain, sharded)])
+        for policy in (plain, sharded):
+            torch.optim.SGD(_parameters(policy), lr=RATE).step()
+            policy.model.zero_grad(set_to_none=True)
+    figures["moved"] = worst(weights(plain), start)
+    figures["weights"] = worst(weights(sharded), weights(plain))
+    if plain.frozen is not None or plain.adapter is not None:
+        figures["reference"] = reference_difference(plain, sharded, mine)
+    return figures
+
+
+def backward(policy, shares, routes):
+    for share in shares:
+        if share is None:
+            policy.take_part(backward=True)
+            continue
+        rollouts = random_rollouts()[slice(*share)]
+        layout = policy.layout(rollouts)
+        with policy.forward(layout, temperature=0.7, routes=routes.get(share)) as scores:
+            advantages = torch.tensor([[math.cos(10 * r.slot + r.sample)] for r in rollouts])
+            (((scores.logprobs * advantages + 0.1 * scores.entropy) * scores.mask).sum() / 30).backward()
+
+
+def recorded(policy, share):
+    layout = policy.layout(random_rollouts()[slice(*share)])
+    return policy.score(layout, temperature=0.7, record=True).routes
+
+
+def reference_difference(plain, sharded, mine):
+    worst_of_all = 0.0
+    for share in mine:
+        if share is None:
+            sharded.take_part(reference=True)
+            continue
+        layout = plain.layout(random_rollouts()[slice(*share)])
+        found, expected = (p.reference(layout, temperature=1.0).logprobs for p in (sharded, plain))
+        worst_of_all = max(worst_of_all, float((found - expected).abs().max()))
+    return worst_of_all
+
+
+def exported(plain, sharded, world, folder):
+    """The export of a sharded policy beside that of a plain one that is given the very same weights."""
+    given = weights(sharded)
+    with torch.no_grad():
+        for name, parameter in plain.trainable_parameters():
+            parameter.copy_(given[name])
+    found, expected = dict(named_tensors(sharded)), dict(named_tensors(plain))
+    same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    save_policy(sharded, folder, write=world.is_main)
+    world.barrier()
+    options = {"lora": plain.adapter and LoraConfig(rank=2)}
+    start = plain.model.name_or_path
+    again = load_policy(start, resume=folder, device="cpu", dtype="float32", **options)
+    reloaded = weights(again)
+    kept = reloaded.keys() == given.keys() and all(torch.equal(reloaded[name], given[name]) for name in given)
+    return {"exported": same, "saved": kept, "idle": all_sliced(sharded)}
+
+
+def sampled(plain, sharded, world):
+    """What two engines draw; here the processes call theirs a different number of times."""
+    requests = [Request(Prompt(str(n), "", tuple(range(3, 8 + n))), 2, step=1, slot=n) for n in range(3)]
+    sampling = Sampling(max_tokens=8, eos_ids=(1,), seed=5)
+    drawn = []
+    for policy, scope in ((plain, nullcontext()), (sharded, gathered(sharded.model))):
+        engine = TransformersEngine(policy.model, policy.tokenizer, max_concurrent=4)
+        with scope:
+            for _ in range(1 + world.rank):
+                responses = engine.generate(requests, sampling)
+        drawn.append([(r.response_ids, r.sampler_logprobs) for r in responses])
+    layout = plain.layout(random_rollouts()[:2])
+    after = [p.score(layout, temperature=1.0).logprobs for p in (plain, sharded)]
+    return {
+        "same responses": drawn[0] == drawn[1],
+        "scores after": float((after[0] - after[1]).abs().max()),
+        "idle after": all_sliced(sharded),
+    }
+
+
+def weights(policy):
+    return {name: whole(p.detach()).clone() for name, p in policy.trainable_parameters()}
+
+
+def all_sliced(policy):
+    """Between passes a process holds its slices and nothing else."""
+    return all(hasattr(parameter, "to_local") for parameter in policy.model.parameters())
+
+
+def _parameters(policy):
+    return [p for _, p in policy.trainable_parameters()]
