@@ -19,6 +19,7 @@ from gspo.rollout.attention import grouped
 from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
 from gspo.rollout.decoding import Decoder, Prefix, float32_head
 from gspo.rollout.engine import NOT_FINITE
+from gspo.rollout.output_head import sliced
 from gspo.rollout.route_recording import RouteRecorder, recording
 from gspo.rollout.sampling import draw, uniforms
 from gspo.rollout.text import Ending
@@ -100,6 +101,7 @@ class TransformersEngine:
         with (
             _scoring(self.model),
             grouped(self.model),
+            sliced(self.model),
             self._autocast(),
             recording(self.model, self.record_routes and any(jobs)) as recorder,
         ):
@@ -148,7 +150,7 @@ class TransformersEngine:
         while rows or queue:
             new, fresh = queue.admit(len(rows))
             rows += new
-            logits = torch.cat([x for x in (logits, *fresh) if x is not None])
+            logits = _joined(logits, fresh)
             tokens, logprobs = _draw(logits, rows, sampling)
             for row, (token, logprob) in zip(rows, _fetch(tokens, logprobs), strict=True):
                 row.extend(token, logprob, ending)
@@ -240,6 +242,12 @@ class _Queue:
                 for row in job:
                     row.routes.append(routes)
         self.ready.extend((prefix, deque(job)) for prefix, job in zip(prefixes, wave, strict=True))
+
+
+def _joined(logits: Tensor | None, fresh: Sequence[Tensor]) -> Tensor:
+    """The logits of the rows in flight and of those that enter; a copy only where there are both."""
+    parts = [part for part in (logits, *fresh) if part is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _draw(logits: Tensor, rows: list[_Row], sampling: Sampling) -> tuple[Tensor, Tensor]:
