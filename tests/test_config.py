@@ -223,7 +223,7 @@ def test_each_wrong_setting_has_its_line_and_flags_are_named_as_flags() -> None:
 def test_impossible_combinations_are_all_named() -> None:
     lines = complaints(
         settings(
-            rollout={"prompts": 6, "top_p": 0.9},
+            rollout={"prompts": 6, "top_k": 1},
             routing={"replay": "old"},
             likelihoods={"old": "sampler"},
             task={"kind": "jsonl", "path": "x", "name": None},
@@ -231,7 +231,7 @@ def test_impossible_combinations_are_all_named() -> None:
     )
     assert len(lines) == 1  # a task of the wrong form hides them: combinations are of settings that are right alone
     data = settings(
-        rollout={"prompts": 6, "top_p": 0.9},
+        rollout={"prompts": 6, "top_k": 1},
         routing={"replay": "old"},
         likelihoods={"old": "sampler"},
         reward={"functions": [{"function": "reasoning_gym", "weight": 0.0}]},
@@ -240,7 +240,7 @@ def test_impossible_combinations_are_all_named() -> None:
     lines = complaints(data)
     assert [re.sub(r"[ :].*", "", line.removeprefix("a.toml: ")) for line in lines] == [
         "training.minibatches",
-        "rollout.top_p,",
+        "rollout.top_k",
         "routing.replay",
         "reward.functions",
         "reward.functions",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int32, Int64
 from torch import Tensor
 
 Message = dict[str, Any]
@@ -48,6 +48,7 @@ class Sampling:
 
     `temperature` 0 means greedy (evaluation only). `eos_ids` all end a response; a matched stop string too.
     The text of a response excludes the EOS token and the stop string; its ids include what was sampled.
+    `record_support`: rollouts carry what truncated sampling kept.
     """
 
     max_tokens: int
@@ -58,6 +59,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     eos_ids: tuple[int, ...] = ()
     seed: int = 0
+    record_support: bool = False
 
     @property
     def truncated(self) -> bool:
@@ -92,13 +94,57 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptSupport:
+    """The tokens that top-p, top-k and min-p left to choose from, for each token of a response.
+
+    Those of response token t are `ids[offsets[t] : offsets[t + 1]]`, ascending, the sampled one among them; a token
+    that the policy did not sample has none.
+
+    >>> kept = KeptSupport.of([np.array([4, 9], np.int32), np.array([], np.int32), np.array([2], np.int32)])
+    >>> kept.ids.tolist(), kept.offsets.tolist()
+    ([4, 9, 2], [0, 2, 2, 3])
+    """
+
+    ids: Int32[np.ndarray, "kept"]
+    offsets: Int64[np.ndarray, "boundaries"]
+
+    @classmethod
+    def of(cls, parts: Sequence[np.ndarray]) -> KeptSupport:
+        """From the kept ids of each response token."""
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        return cls(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32, copy=False), offsets)
+
+    @classmethod
+    def none(cls, tokens: int) -> KeptSupport:
+        """That of tokens which the policy did not sample."""
+        return cls(np.zeros(0, np.int32), np.zeros(tokens + 1, np.int64))
+
+    @classmethod
+    def join(cls, parts: Sequence[KeptSupport | None]) -> KeptSupport | None:
+        """That of consecutive parts of a response, or of consecutive responses; None if one of them is."""
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or not parts:
+            return None
+        counts = np.concatenate([part.counts for part in known])
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return cls(np.concatenate([part.ids for part in known]), offsets)
+
+    @property
+    def counts(self) -> Int64[np.ndarray, "T"]:
+        """How many tokens were kept for each response token."""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One response with all that belongs to it.
 
     `response_ids`, `sampler_logprobs` and `trainable` have one entry per response token; `trainable` is
     False for tokens that the policy did not sample (an environment's, a tool's), whose log-prob is 0.
     `slot` and `sample` place it in the step; `routes` maps a router's name to the experts [n, K] that it chose
-    for the n fed tokens: the prompt's, then the response's but for its last.
+    for the n fed tokens: the prompt's, then the response's but for its last. `support` is what truncated sampling
+    kept; None where nothing was left out.
 
     Of a conversation, `prompt` is what stood before the policy's first turn, the response all that came after it,
     `text` the policy's last turn and `messages` every message of the response; `turns` gives each response token
@@ -125,6 +171,7 @@ class Rollout:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     dropped: str | None = None
     routes: Mapping[str, np.ndarray] | None = None
+    support: KeptSupport | None = None
     messages: tuple[Message, ...] = ()
     turns: tuple[int, ...] | None = None
     turn_rewards: tuple[float, ...] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from gspo.types import Prompt, Rollout, VersionSpan
+from gspo.types import KeptSupport, Prompt, Rollout, VersionSpan
 
 
 def make_rollout(slot: int = 0, sample: int = 0, *, length: int = 3, reward: float | None = 1.0) -> Rollout:
@@ -62,6 +62,7 @@ def _rollout(draw: st.DrawFn, slot: int, sample: int, routers: tuple[str, ...]) 
         "rewards": draw(st.dictionaries(_TEXT, st.none() | st.floats(allow_nan=False), max_size=2)),
         "dropped": dropped,
         "routes": draw(_routes(routers, max(length - 1, 0))),
+        "support": draw(st.none() | _sequence(st.lists(st.integers(0, 2**31 - 1), max_size=4), length)),
         "messages": draw(st.lists(_MESSAGE, max_size=2).map(tuple)),
         "turns": draw(st.none() | _sequence(st.integers(-1, 3), length)),
         "turn_rewards": draw(st.none() | st.lists(st.floats(allow_nan=False), max_size=3).map(tuple)),
@@ -90,4 +91,11 @@ def rollout_fields(draw: st.DrawFn) -> list[tuple[dict[str, Any], list[dict[str,
 
 def build_rollouts(fields: list[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[Rollout]:
     """The rollouts that `rollout_fields` describes."""
-    return [Rollout(prompt=prompt, **row) for given, rows in fields for prompt in [Prompt(**given)] for row in rows]
+    found = []
+    for given, rows in fields:
+        prompt = Prompt(**given)
+        for row in rows:
+            parts = row["support"]
+            support = None if parts is None else KeptSupport.of([np.array(part, np.int32) for part in parts])
+            found.append(Rollout(prompt=prompt, **{**row, "support": support}))
+    return found

@@ -16,15 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo.errors import BadInputError
-from gspo.reporting.journal import read_rollouts, routes_file, write_rollouts
-from gspo.types import Rollout
+from gspo.reporting.journal import read_rollouts, routes_file, supports_file, write_rollouts
+from gspo.types import KeptSupport, Rollout
 from tests.reporting.rollouts import build_rollouts, make_rollout, rollout_fields
 
 
 def assert_same(left: Sequence[Rollout], right: Sequence[Rollout]) -> None:
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):
-        assert replace(a, routes=None) == replace(b, routes=None)
+        assert replace(a, routes=None, support=None) == replace(b, routes=None, support=None)
+        assert (a.support is None) == (b.support is None)
+        if a.support is not None and b.support is not None:
+            assert np.array_equal(a.support.ids, b.support.ids)
+            assert np.array_equal(a.support.offsets, b.support.offsets)
         assert (a.routes is None) == (b.routes is None)
         for name, rows in (a.routes or {}).items():
             assert b.routes is not None
@@ -111,6 +115,31 @@ def test_routes_of_other_rollouts_or_none_are_an_error(tmp_path: Path) -> None:
     routes_file(one).unlink()
     with pytest.raises(BadInputError, match="not a whole rollout file"):
         read_rollouts(one)
+
+
+def with_support(rollout: Rollout, *sizes: int) -> Rollout:
+    return replace(rollout, support=KeptSupport.of([np.arange(size, dtype=np.int32) for size in sizes]))
+
+
+def test_supports_of_other_rollouts_or_none_are_an_error(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.jsonl.zst", tmp_path / "two.jsonl.zst"
+    write_rollouts(one, [with_support(make_rollout(), 1, 2, 3)])
+    write_rollouts(two, [with_support(make_rollout(), 1, 2, 3), with_support(make_rollout(length=2), 1, 2)])
+    supports_file(one).write_bytes(supports_file(two).read_bytes())
+    with pytest.raises(BadInputError, match=r"one\.jsonl\.zst: not a whole rollout file .*other rollouts"):
+        read_rollouts(one)
+    supports_file(one).unlink()
+    with pytest.raises(BadInputError, match=r"one\.jsonl\.zst: not a whole rollout file"):
+        read_rollouts(one)
+    write_rollouts(two, [make_rollout()])
+    assert not supports_file(two).exists()
+
+
+def test_a_large_support_takes_little_more_than_a_byte_an_id(tmp_path: Path) -> None:
+    ids = np.sort(np.random.default_rng(0).choice(49152, 10_000, replace=False)).astype(np.int32)
+    rollout = replace(make_rollout(), support=KeptSupport.of([ids, ids[::2], ids[::3]]))
+    write_rollouts(tmp_path / "a.jsonl.zst", [rollout])
+    assert supports_file(tmp_path / "a.jsonl.zst").stat().st_size < 1.1 * 18_334
 
 
 def test_routes_of_different_types_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -25,14 +25,14 @@ def test_log_probs_are_those_of_the_tempered_softmax() -> None:
     logits = torch.tensor([[0.0, math.log(2.0), math.log(4.0), -torch.inf]])
     # exp(logits / 0.5) = 1, 4, 16: the cumulated shares end at 1/21, 5/21, 1.
     for noise, token, prob in ((0.0, 0, 1 / 21), (0.04, 0, 1 / 21), (0.05, 1, 4 / 21), (0.99, 2, 16 / 21)):
-        drawn, logprob = draw(logits, torch.tensor([noise], dtype=torch.float64), Sampling(1, temperature=0.5))
+        drawn, logprob, _ = draw(logits, torch.tensor([noise], dtype=torch.float64), Sampling(1, temperature=0.5))
         assert drawn.item() == token
         assert logprob.item() == pytest.approx(math.log(prob), abs=1e-6)
 
 
 def test_greedy_takes_the_peak_and_reports_the_models_own_log_prob() -> None:
     logits = torch.tensor([[0.0, math.log(3.0)]])
-    token, logprob = draw(logits, torch.tensor([0.1], dtype=torch.float64), Sampling(1, temperature=0.0))
+    token, logprob, _ = draw(logits, torch.tensor([0.1], dtype=torch.float64), Sampling(1, temperature=0.0))
     assert token.item() == 1
     assert logprob.item() == pytest.approx(math.log(3 / 4), abs=1e-6)
 
@@ -50,7 +50,7 @@ def test_the_draw_inverts_the_cumulated_distribution(
 ) -> None:
     logits = (torch.randn(3, size, generator=torch.Generator().manual_seed(seed)) * spread).to(dtype)
     logits[1, : size // 2] = -torch.inf
-    tokens, logprobs = draw(logits, torch.full((3,), noise, dtype=torch.float64), Sampling(1))
+    tokens, logprobs, _ = draw(logits, torch.full((3,), noise, dtype=torch.float64), Sampling(1))
     expected = logits.double().log_softmax(-1)
     ends = expected.exp().cumsum(-1)
     for row, token in enumerate(tokens.tolist()):
@@ -64,7 +64,7 @@ def test_noise_at_the_very_end_never_draws_an_impossible_token() -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, 100:103] = 0.0
     last = float(np.nextafter(1.0, 0.0))
-    token, logprob = draw(logits, torch.tensor([last], dtype=torch.float64), Sampling(1))
+    token, logprob, _ = draw(logits, torch.tensor([last], dtype=torch.float64), Sampling(1))
     assert token.item() == 102
     assert logprob.item() == pytest.approx(-math.log(3), abs=1e-6)
 
@@ -72,7 +72,7 @@ def test_noise_at_the_very_end_never_draws_an_impossible_token() -> None:
 def test_drawn_frequencies_follow_the_distribution() -> None:
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log()
     noise = torch.from_numpy(uniforms(0, 0, 0, 0, 20000))
-    tokens, _ = draw(logits.expand(20000, -1), noise, Sampling(1))
+    tokens, _, _ = draw(logits.expand(20000, -1), noise, Sampling(1))
     counts = torch.bincount(tokens, minlength=4) / 20000
     assert torch.allclose(counts, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.012)  # 3.5 standard errors
 
@@ -95,8 +95,10 @@ def test_truncation_keeps_the_right_support_and_renormalises(setting: dict[str, 
     sampling = Sampling(1, **setting)
     assert torch.isfinite(truncate(probs.log(), sampling))[0].nonzero()[:, 0].tolist() == kept
     noise = torch.from_numpy(uniforms(0, 0, 0, 0, 200))
-    tokens, logprobs = draw(probs.log().expand(200, -1), noise, sampling)
+    tokens, logprobs, support = draw(probs.log().expand(200, -1), noise, sampling)
     assert set(tokens.tolist()) == set(kept)
+    assert support is not None
+    assert all(row.nonzero()[:, 0].tolist() == kept for row in support)
     expected = (probs[0] / probs[0, kept].sum()).log()[tokens]
     assert torch.allclose(logprobs, expected, atol=1e-6)
 
@@ -104,7 +106,7 @@ def test_truncation_keeps_the_right_support_and_renormalises(setting: dict[str, 
 def test_non_finite_logits_show_in_the_log_prob_of_their_row_only() -> None:
     logits = torch.zeros(3, 5)
     logits[0, 3], logits[2, 1] = torch.nan, torch.inf
-    _, logprobs = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), Sampling(1))
+    _, logprobs, _ = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), Sampling(1))
     assert torch.isfinite(logprobs).tolist() == [False, True, False]
 
 

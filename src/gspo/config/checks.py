@@ -19,10 +19,10 @@ def impossible(config: Config) -> list[str]:
             f"training.minibatches = {training.minibatches} does not divide rollout.prompts = {rollout.prompts}: "
             "a mini-batch is whole groups; choose a divisor"
         )
-    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+    if rollout.top_k == 1:
         found.append(
-            "rollout.top_p, rollout.top_k and rollout.min_p must be 1, 0 and 0: training on truncated sampling "
-            "needs the kept support, which is not carried; they are allowed under [evaluation]"
+            "rollout.top_k = 1: the only candidate always has log-prob 0, so that nothing could be learned; use a "
+            "larger one, or 0 for all tokens"
         )
     objective = config.objective
     if objective.clip_low == 1 and objective.name not in ("cispo", "sapo"):

@@ -29,6 +29,10 @@ class Support:
     ids: Int[Tensor, "kept"]
     offsets: Int[Tensor, "boundaries"]
 
+    def to(self, device: torch.device | str) -> Support:
+        """The same support on `device`."""
+        return Support(self.ids.to(device, non_blocking=True), self.offsets.to(device, non_blocking=True))
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -134,7 +138,7 @@ def _outside(support: Support, rows: slice, vocabulary: int) -> Tensor:
     counts = offsets.diff()
     row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     outside = torch.ones(len(counts), vocabulary, dtype=torch.bool, device=counts.device)
-    outside[row, support.ids[offsets[0] : offsets[-1]]] = False
+    outside[row, support.ids[offsets[0] : offsets[-1]].long()] = False
     return outside
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gspo.policy.head import Support
+from gspo.policy.sampled_support import sampled_support
 from gspo.types import Rollout
 
 LayoutKind = Literal["shared", "packed", "padded"]
@@ -52,7 +54,8 @@ class TokenLayout:
     """The order of one forward pass over `B` rollouts, and the way back to `[B, T]`.
 
     `R` rows of `S` positions are fed; positions are numbered through, `r * S + s`. Each of the `M` scored
-    tokens has the position whose hidden state predicts it, its id, and its place in `[B, T]`.
+    tokens has the position whose hidden state predicts it, its id, and its place in `[B, T]`;
+    `support` says what each was drawn among (None: all tokens).
 
     >>> from gspo.types import Prompt, Rollout, VersionSpan
     >>> def rollout(sample, ids):
@@ -75,6 +78,7 @@ class TokenLayout:
     places: Int[Tensor, "M"]
     rows: int
     columns: int
+    support: Support | None = None
 
     @property
     def fed_tokens(self) -> int:
@@ -84,7 +88,8 @@ class TokenLayout:
     def to(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its tensors on `device`."""
         names = ("input_ids", "position_ids", "attention_mask", "source", "targets", "places")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        moved: dict[str, Any] = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return replace(self, support=self.support and self.support.to(device), **moved)
 
     @property
     def mask(self) -> Bool[Tensor, "B T"]:
@@ -137,7 +142,7 @@ def build_layout(rollouts: Sequence[Rollout], kind: LayoutKind, *, columns: int 
     `columns` is T, the width of the tensors per rollout; by default that of the longest response.
 
     Raises:
-        ValueError: an empty prompt, two prompts in one slot, or a response longer than `columns`.
+        ValueError: an empty prompt, two prompts in one slot, a response longer than `columns`, or unfit supports.
     """
     longest = max((len(r.response_ids) for r in rollouts), default=0)
     if columns is None:
@@ -173,6 +178,7 @@ def build_layout(rollouts: Sequence[Rollout], kind: LayoutKind, *, columns: int 
         torch.from_numpy(_joined(places)[order]),
         len(rollouts),
         columns,
+        sampled_support(rollouts),
     )
 
 

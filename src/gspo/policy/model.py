@@ -71,13 +71,14 @@ class ScoringModel:
             yield
 
     def token_logprobs(
-        self, layout: TokenLayout, *, temperature: float, support: heads.Support | None, entropy: bool
+        self, layout: TokenLayout, *, temperature: float, entropy: bool
     ) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
-        """Log-prob and entropy of each scored token; call it inside `attending`."""
+        """Log-prob and entropy of each scored token over the layout's support; call it inside `attending`."""
+        targets, support = layout.targets, layout.support
         if not self.exact_head or heads.find_head(self.model) is None:
             with self._autocast():
                 logits = self.model(**_inputs(layout)).logits.flatten(0, 1)[layout.source]
-                return heads.logprobs_from_logits(logits, layout.targets, temperature=temperature, support=support)
+                return heads.logprobs_from_logits(logits, targets, temperature=temperature, support=support)
 
         def score() -> tuple[Tensor, Tensor]:
             with self._autocast():
@@ -85,7 +86,7 @@ class ScoringModel:
             head = heads.find_head(self.model)
             assert head is not None
             return heads.token_logprobs(
-                head, hidden, layout.targets, temperature=temperature, support=support, entropy=entropy
+                head, hidden, targets, temperature=temperature, support=support, entropy=entropy
             )
 
         return score() if self.shards is None else self.shards.run(score)
@@ -161,11 +162,13 @@ class Policy:
         *,
         temperature: float,
         entropy: bool = True,
-        support: heads.Support | None = None,
         routes: Routes | None = None,
         record: bool = False,
     ) -> Iterator[Scores]:
         """Scores with gradients. Call `backward` inside: recomputed layers need the layout and routes once more.
+
+        Log-probs and entropies are those of the distribution that was sampled from: at `temperature`, over the
+        layout's support.
 
         `routes` (layer -> [N, K], in the order of this layout) are forced on a Mixture-of-Experts model; `record`
         puts those that it chose into `Scores.routes`. Routes and agreement are complete when the context has ended.
@@ -175,7 +178,7 @@ class Policy:
         """
         fed = self._fed(layout)
         with self.scorer.attending(fed), _routing(self.model, layout, routes, record) as routing:
-            yield replace(_score(self.scorer, fed, layout, temperature, entropy, support), **routing)
+            yield replace(_score(self.scorer, fed, layout, temperature, entropy), **routing)
 
     @torch.no_grad()
     def score(
@@ -184,14 +187,11 @@ class Policy:
         *,
         temperature: float,
         entropy: bool = True,
-        support: heads.Support | None = None,
         routes: Routes | None = None,
         record: bool = False,
     ) -> Scores:
         """Scores without gradients: the `old` log-probs."""
-        with self.forward(
-            layout, temperature=temperature, entropy=entropy, support=support, routes=routes, record=record
-        ) as scores:
+        with self.forward(layout, temperature=temperature, entropy=entropy, routes=routes, record=record) as scores:
             return scores
 
     @torch.no_grad()
@@ -204,11 +204,11 @@ class Policy:
         fed = self._fed(layout)
         if self.frozen is not None:
             with self.frozen.attending(fed):
-                return _score(self.frozen, fed, layout, temperature, False, None)
+                return _score(self.frozen, fed, layout, temperature, False)
         if self.adapter is None:
             raise ValueError("no reference was loaded: load_policy(reference=True)")
         with adapter_off(self.adapter), self.scorer.attending(fed):
-            return _score(self.scorer, fed, layout, temperature, False, None)
+            return _score(self.scorer, fed, layout, temperature, False)
 
     def take_part(self, *, backward: bool = False, reference: bool = False) -> None:
         """Joins a pass that other processes make and this one has no rollouts for; it changes nothing.
@@ -262,15 +262,14 @@ def _score(
     layout: TokenLayout,
     temperature: float,
     entropy: bool,
-    support: heads.Support | None,
 ) -> Scores:
     """Scores of `layout`; where it has no scored token, `fed` takes its place in the model, and counts for nothing."""
     if len(layout.source) > 0:
-        logprobs, entropies = scorer.token_logprobs(layout, temperature=temperature, support=support, entropy=entropy)
+        logprobs, entropies = scorer.token_logprobs(layout, temperature=temperature, entropy=entropy)
         return Scores(layout.scatter(logprobs), layout.scatter(entropies), layout.mask)
     # A loss of such scores can be differentiated like any other.
     zeros = torch.zeros(layout.rows, layout.columns, device=scorer.device, requires_grad=torch.is_grad_enabled())
     if fed is layout:
         return Scores(zeros, zeros.detach().clone(), layout.mask)
-    logprobs, _ = scorer.token_logprobs(fed, temperature=temperature, support=None, entropy=False)
+    logprobs, _ = scorer.token_logprobs(fed, temperature=temperature, entropy=False)
     return Scores(zeros + 0.0 * logprobs.sum(), zeros.detach().clone(), layout.mask)

@@ -15,47 +15,46 @@ from safetensors.numpy import save as save_tensors
 
 from gspo.errors import BadInputError
 from gspo.reporting.files import write_atomically
-from gspo.types import Prompt, Rollout, VersionSpan
+from gspo.reporting.packed_ids import pack, unpack
+from gspo.types import KeptSupport, Prompt, Rollout, VersionSpan
 
 # Every field of a rollout that JSON holds as it is, so that one that is added later is not lost.
-_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in ("prompt", "routes"))
+_PLAIN = tuple(f.name for f in fields(Rollout) if f.name not in ("prompt", "routes", "support"))
 
 Advantage = float | int | Sequence[float] | None
 
 
 def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence[Advantage] | None = None) -> None:
-    """Writes a rollout batch whole, one JSON line per rollout, compressed; routes go to a file beside it.
+    """Writes a rollout batch whole, one JSON line per rollout, compressed; routes and supports go to files beside it.
 
     `advantages` has an entry per rollout: a number, one per response token, or None (dropped). Floats are
-    written so that they read back to the same bits. The routes are in place before the rollouts are: where
-    the file exists, the batch is complete.
+    written so that they read back to the same bits. Routes and supports are in place before the rollouts are:
+    where the file exists, the batch is complete.
     """
     given: Sequence[Advantage] = advantages if advantages is not None else [None] * len(rollouts)
     lines = [
         json.dumps(_to_record(rollout, advantage), default=_as_json)
         for rollout, advantage in zip(rollouts, given, strict=True)
     ]
-    routes = _pack_routes(rollouts)
-    path.unlink(missing_ok=True)  # an earlier batch must never be read with the routes of this one
-    if routes:
-        write_atomically(routes_file(path), save_tensors(routes))
-    else:
-        routes_file(path).unlink(missing_ok=True)
+    routes, supports = _pack_routes(rollouts), _pack_supports(rollouts)
+    path.unlink(missing_ok=True)  # an earlier batch must never be read with the routes or supports of this one
+    _write_or_remove(routes_file(path), save_tensors(routes) if routes else None)
+    _write_or_remove(supports_file(path), _compressed(save_tensors(supports)) if supports else None)
     content = "".join(line + "\n" for line in lines).encode()
-    write_atomically(path, zstandard.ZstdCompressor(level=3).compress(content))
+    write_atomically(path, _compressed(content))
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Restores what `write_rollouts` wrote: ids, log-probs, rewards, routes and prompts, to the bit.
+    """Restores what `write_rollouts` wrote: ids, log-probs, rewards, routes, supports and prompts, to the bit.
 
     Only columns of a prompt that JSON has no type for (a date) come back as text; they have done their work
-    when the rewards are there. Raises BadInputError if the file is damaged or its routes are missing.
+    when the rewards are there. Raises BadInputError if the file is damaged or its routes or supports are missing.
     """
     try:
-        content = zstandard.ZstdDecompressor().decompress(path.read_bytes())
-        records = [json.loads(line) for line in content.splitlines()]
-        stored = load_tensors(routes_file(path).read_bytes()) if routes_file(path).exists() else {}
-        return _restore(records, stored)
+        records = [json.loads(line) for line in _decompressed(path).splitlines()]
+        routes = load_tensors(routes_file(path).read_bytes()) if routes_file(path).exists() else {}
+        supports = load_tensors(_decompressed(supports_file(path))) if supports_file(path).exists() else {}
+        return _restore(records, routes, _unpack_supports(records, supports))
     except (zstandard.ZstdError, ValueError, KeyError, EOFError) as error:
         raise BadInputError(f"{path}: not a whole rollout file ({error}); remove it to sample the step again") from None
 
@@ -63,6 +62,29 @@ def read_rollouts(path: Path) -> list[Rollout]:
 def routes_file(path: Path) -> Path:
     """Where the routes of a rollout file lie: safetensors, one [rows, K] per router, rollout after rollout."""
     return path.with_name(path.name.removesuffix(".jsonl.zst") + ".routes.safetensors")
+
+
+def supports_file(path: Path) -> Path:
+    """Where the supports of a rollout file lie: compressed safetensors, rollout after rollout.
+
+    `counts` has one entry per response token; `planes` are the kept ids (see `packed_ids`).
+    """
+    return path.with_name(path.name.removesuffix(".jsonl.zst") + ".supports.safetensors.zst")
+
+
+def _write_or_remove(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, content)
+
+
+def _compressed(content: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=3).compress(content)
+
+
+def _decompressed(path: Path) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(path.read_bytes())
 
 
 def _to_record(rollout: Rollout, advantage: Advantage) -> dict[str, Any]:
@@ -77,6 +99,7 @@ def _to_record(rollout: Rollout, advantage: Advantage) -> dict[str, Any]:
         "trainable": [int(flag) for flag in rollout.trainable],
         "policy_version": [asdict(span) for span in rollout.policy_version],
         "route_rows": None if routes is None else {name: len(rows) for name, rows in routes.items()},
+        "supported_tokens": None if rollout.support is None else len(rollout.support.counts),
     }
 
 
@@ -96,25 +119,65 @@ def _pack_routes(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
     return {name: np.ascontiguousarray(np.concatenate(arrays)) for name, arrays in pieces.items()}
 
 
-def _restore(records: Sequence[Mapping[str, Any]], stored: Mapping[str, np.ndarray]) -> list[Rollout]:
+def _pack_supports(rollouts: Sequence[Rollout]) -> dict[str, np.ndarray]:
+    given = [rollout.support for rollout in rollouts if rollout.support is not None]
+    joined = KeptSupport.join(given)
+    if joined is None:
+        return {}
+    return {"counts": joined.counts.astype(np.int32), "planes": pack(joined.ids)}
+
+
+def _unpack_supports(
+    records: Sequence[Mapping[str, Any]], stored: Mapping[str, np.ndarray]
+) -> list[KeptSupport | None]:
+    """The support of each record. Raises ValueError or KeyError where they are another batch's."""
+    tokens = [record.get("supported_tokens") for record in records]
+    known = [count for count in tokens if count is not None]
+    if not known and not stored:
+        return [None] * len(records)
+    counts = stored["counts"].astype(np.int64)
+    ids = unpack(stored["planes"])
+    if sum(known) != len(counts) or counts.sum() != len(ids):
+        raise ValueError("its supports belong to other rollouts")
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    supports: list[KeptSupport | None] = []
+    start = 0
+    for count in tokens:
+        if count is None:
+            supports.append(None)
+            continue
+        bounds = ends[start : start + count + 1]
+        supports.append(KeptSupport(ids[bounds[0] : bounds[-1]], bounds - bounds[0]))
+        start += count
+    return supports
+
+
+def _restore(
+    records: Sequence[Mapping[str, Any]],
+    stored: Mapping[str, np.ndarray],
+    supports: Sequence[KeptSupport | None],
+) -> list[Rollout]:
     prompts: dict[str, Prompt] = {}
     taken = dict.fromkeys(stored, 0)
     rollouts = []
-    for record in records:
+    for record, support in zip(records, supports, strict=True):
         routes = None
         if record["route_rows"] is not None:
             routes = {}
             for name, rows in record["route_rows"].items():
                 routes[name] = stored[name][taken[name] : taken[name] + rows]
                 taken[name] += rows
-        rollouts.append(_from_record(record, prompts, routes))
+        rollouts.append(_from_record(record, prompts, routes, support))
     if any(taken[name] != len(array) for name, array in stored.items()):
         raise ValueError("its routes belong to other rollouts")
     return rollouts
 
 
 def _from_record(
-    record: Mapping[str, Any], prompts: dict[str, Prompt], routes: Mapping[str, np.ndarray] | None
+    record: Mapping[str, Any],
+    prompts: dict[str, Prompt],
+    routes: Mapping[str, np.ndarray] | None,
+    support: KeptSupport | None,
 ) -> Rollout:
     text = json.dumps(record["prompt"])
     if text not in prompts:
@@ -124,4 +187,4 @@ def _from_record(
     }
     values["trainable"] = tuple(bool(flag) for flag in record["trainable"])
     values["policy_version"] = tuple(VersionSpan(**span) for span in record["policy_version"])
-    return Rollout(prompt=prompts[text], routes=routes, **values)
+    return Rollout(prompt=prompts[text], routes=routes, support=support, **values)

@@ -24,7 +24,7 @@ class RunFolder:
     metrics.jsonl                    a line a step: each metric, with its sum and denominator
     timings.jsonl                    a line a step: seconds, tokens per second, peak memory (not reproducible)
     evaluations.jsonl                a line an evaluation
-    rollouts/step-000001.jsonl.zst   every rollout of a step; beside it the routes, where there are any
+    rollouts/step-000001.jsonl.zst   every rollout of a step; beside it routes and supports, if any
     evaluations/step-000001.jsonl.zst
     checkpoints/
     """

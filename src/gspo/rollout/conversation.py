@@ -18,7 +18,7 @@ from gspo.tasks.chat import Chat, as_messages
 from gspo.tasks.environment_thread import EnvironmentFailure, EnvironmentThread
 from gspo.tasks.multi_turn import Observation, Response, ToolCall, as_observation, as_opening, load_environment
 from gspo.tasks.tools import parse_calls
-from gspo.types import FinishReason, Message, Prompt, Request, Rollout, Sampling, VersionSpan
+from gspo.types import FinishReason, KeptSupport, Message, Prompt, Request, Rollout, Sampling, VersionSpan
 
 ENVIRONMENT = -1
 """The turn of tokens that the environment wrote."""
@@ -39,6 +39,7 @@ class _Conversation:
     messages: list[Message] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
     routes: dict[str, np.ndarray] | None = None
+    supports: list[KeptSupport | None] = field(default_factory=list)
     text: str = ""
     cut: bool = False
     finish: FinishReason | None = None
@@ -202,6 +203,7 @@ class ConversationEngine:
         conversation.ids += ids
         conversation.logprobs += [0.0] * len(ids)
         conversation.turns += [ENVIRONMENT] * len(ids)
+        conversation.supports.append(KeptSupport.none(len(ids)))
         conversation.messages += as_messages(observation.messages)
 
     def _rollout(self, c: _Conversation) -> Rollout:
@@ -218,6 +220,7 @@ class ConversationEngine:
             text=c.text,
             dropped=c.dropped,
             routes=c.routes,
+            support=KeptSupport.join(c.supports),
             messages=tuple(c.messages),
             turns=tuple(c.turns),
             turn_rewards=tuple(c.rewards),
@@ -249,6 +252,7 @@ def _append(c: _Conversation, reply: Rollout, turn: int) -> None:
         c.routes = {
             name: np.concatenate([known[name], rows[len(known[name]) :]]) for name, rows in reply.routes.items()
         }
+    c.supports.append(reply.support)
     c.ids += reply.response_ids
     c.logprobs += reply.sampler_logprobs
     c.turns += [turn] * len(reply.response_ids)

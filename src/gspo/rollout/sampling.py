@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,10 +30,16 @@ def uniforms(seed: int, step: int, slot: int, sample: int, count: int, *, turn: 
     return np.random.Generator(np.random.Philox(key)).random(count)
 
 
-def draw(
-    logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"], sampling: Sampling
-) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
-    """One token per row, and its float32 log-prob in the distribution that it was drawn from.
+class Drawn(NamedTuple):
+    """One token per row, its float32 log-prob, and the tokens that it was drawn among; None for all of them."""
+
+    tokens: Int[Tensor, "B"]
+    logprobs: Float[Tensor, "B"]
+    kept: Bool[Tensor, "B V"] | None
+
+
+def draw(logits: Float[Tensor, "B V"], noise: Float[Tensor, "B"], sampling: Sampling) -> Drawn:
+    """One token per row, and its log-prob in the distribution that it was drawn from.
 
     The distribution is softmax(logits / temperature) restricted by top-k, top-p and min-p, in that order, and
     renormalised. At temperature 0 the most likely token is taken; a point mass has log-prob 0 whatever the
@@ -41,11 +49,21 @@ def draw(
     logits = logits.float()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        return Drawn(tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1), None)
     if sampling.truncated:
         logits = truncate(logits / sampling.temperature, sampling)
-        return _inverse_cdf(logits, noise, 1.0)
-    return _inverse_cdf(logits, noise, sampling.temperature)
+        return Drawn(*_inverse_cdf(logits, noise, 1.0), logits > -torch.inf)
+    return Drawn(*_inverse_cdf(logits, noise, sampling.temperature), None)
+
+
+def fetch(drawn: Drawn, counted: bool) -> list[tuple[int, float, int]]:
+    """Tokens, log-probs and how many tokens were kept (0 if not `counted`) on the host, in one transfer.
+
+    (float64 holds every id exactly.)
+    """
+    counts = drawn.kept.sum(-1) if counted and drawn.kept is not None else torch.zeros_like(drawn.tokens)
+    columns = torch.stack([drawn.tokens.double(), drawn.logprobs.double(), counts.double()]).tolist()
+    return [(int(token), logprob, int(count)) for token, logprob, count in zip(*columns, strict=True)]
 
 
 def truncate(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, "B V"]:

@@ -21,9 +21,10 @@ from gspo.rollout.decoding import Decoder, Prefix, float32_head
 from gspo.rollout.engine import NOT_FINITE
 from gspo.rollout.output_head import sliced
 from gspo.rollout.route_recording import RouteRecorder, recording
-from gspo.rollout.sampling import draw, uniforms
+from gspo.rollout.sampling import Drawn, draw, fetch, uniforms
+from gspo.rollout.support_recording import SupportRecorder
 from gspo.rollout.text import Ending
-from gspo.types import FinishReason, Prompt, Request, Rollout, Sampling, VersionSpan
+from gspo.types import FinishReason, KeptSupport, Prompt, Request, Rollout, Sampling, VersionSpan
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     routes: list[NDArray[np.int16]] = field(default_factory=list)
+    support: list[NDArray[np.int32]] = field(default_factory=list)
     text: str = ""
     finish: FinishReason | None = None
     dropped: str | None = None
@@ -59,6 +61,7 @@ class TransformersEngine:
     their place, up to `max_concurrent`: no padding is generated. Keys and values live as long as a call, so that
     none outlives the weights it came from. `autocast_dtype` runs the forward passes in that type. `record_routes`
     fills `Rollout.routes` with the experts that a Mixture-of-Experts model used; samples of a prompt share its.
+    Where the sampling asks for it, `Rollout.support` holds the tokens that top-p, top-k and min-p kept.
 
     Text leaves out special tokens; stop strings are looked for in the text.
     """
@@ -105,7 +108,9 @@ class TransformersEngine:
             self._autocast(),
             recording(self.model, self.record_routes and any(jobs)) as recorder,
         ):
-            rollouts += [self._rollout(row, recorder) for row in self._finished(jobs, sampling, recorder)]
+            # A support may still be on its way from the device when its row finishes, but not when all have.
+            finished = list(self._finished(jobs, sampling, recorder))
+            rollouts += [self._rollout(row, recorder) for row in finished]
         return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:  # noqa: ARG002
@@ -145,15 +150,20 @@ class TransformersEngine:
         places = min(self.max_concurrent, sum(map(len, jobs)))
         queue = _Queue(self._make_decoder(places, sampling.max_tokens), jobs, places, recorder)
         ending = Ending(self.tokenizer, sampling)
+        supports = SupportRecorder() if sampling.record_support and sampling.truncated else None
         rows: list[_Row] = []
         logits: Tensor | None = None
         while rows or queue:
             new, fresh = queue.admit(len(rows))
             rows += new
             logits = _joined(logits, fresh)
-            tokens, logprobs = _draw(logits, rows, sampling)
-            for row, (token, logprob) in zip(rows, _fetch(tokens, logprobs), strict=True):
+            drawn = _draw(logits, rows, sampling)
+            found = fetch(drawn, supports is not None)
+            for row, (token, logprob, _) in zip(rows, found, strict=True):
                 row.extend(token, logprob, ending)
+            if supports is not None and drawn.kept is not None:
+                supports.add([row.support for row in rows], drawn.kept, [count for *_, count in found])
+            tokens = drawn.tokens
             yield from (row for row in rows if row.finish)
             kept = _compact([row.finish is None for row in rows])
             if kept != list(range(len(rows))):
@@ -164,6 +174,8 @@ class TransformersEngine:
             if recorder is not None and rows:
                 for row, routes in zip(rows, recorder.steps(len(rows)), strict=True):
                     row.routes.append(routes)
+        if supports is not None:
+            supports.close()
 
     def _rollout(self, row: _Row, recorder: RouteRecorder | None) -> Rollout:
         failed = row.finish == "error"
@@ -181,6 +193,7 @@ class TransformersEngine:
             text=row.text,
             dropped=row.dropped,
             routes=None if failed or recorder is None else recorder.routes(row.routes),
+            support=None if failed or not row.support else KeptSupport.of(row.support),
         )
 
     @contextmanager
@@ -250,15 +263,9 @@ def _joined(logits: Tensor | None, fresh: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _draw(logits: Tensor, rows: list[_Row], sampling: Sampling) -> tuple[Tensor, Tensor]:
+def _draw(logits: Tensor, rows: list[_Row], sampling: Sampling) -> Drawn:
     noise = torch.tensor([row.noise[len(row.ids)] for row in rows], dtype=torch.float64)
     return draw(logits, noise.to(logits.device, non_blocking=True), sampling)
-
-
-def _fetch(tokens: Tensor, logprobs: Tensor) -> list[tuple[int, float]]:
-    """Tokens and log-probs on the host, in one transfer (float64 holds every id exactly)."""
-    pairs = torch.stack([tokens.double(), logprobs.double()]).tolist()
-    return [(int(token), logprob) for token, logprob in zip(*pairs, strict=True)]
 
 
 def _compact(alive: Sequence[bool]) -> list[int]:

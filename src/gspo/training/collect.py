@@ -10,6 +10,7 @@ from gspo.config import Config
 from gspo.errors import GspoError
 from gspo.rewards.runner import RewardRunner
 from gspo.rollout.engine import Engine
+from gspo.rollout.support_checks import checked_supports
 from gspo.tasks.stream import PromptStream
 from gspo.training.credit import has_signal
 from gspo.types import Request, Rollout, Sampling
@@ -71,7 +72,8 @@ class Collector:
             if slot not in known
         ]
         groups = dict(known)
-        for rollout in self.rewards.score(self.engine.generate(requests, self.sampling)) if requests else ():
+        drawn = self.engine.generate(requests, self.sampling) if requests else []
+        for rollout in self.rewards.score(checked_supports(drawn, self.sampling)):
             groups.setdefault(rollout.slot, []).append(rollout)
         return [groups[slot] for slot in slots]
 

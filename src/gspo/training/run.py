@@ -210,6 +210,10 @@ def training_sampling(config: Config, policy: Policy) -> Sampling:
     return Sampling(
         max_tokens=config.rollout.max_tokens,
         temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        top_k=config.rollout.top_k,
+        min_p=config.rollout.min_p,
+        record_support=True,
         stop=tuple(config.rollout.stop),
         eos_ids=policy.eos_ids,
         seed=config.run.seed,
