@@ -55,7 +55,7 @@ class TokenLayout:
 
     `R` rows of `S` positions are fed; positions are numbered through, `r * S + s`. Each of the `M` scored
     tokens has the position whose hidden state predicts it, its id, and its place in `[B, T]`;
-    `support` says what each was drawn among (None: all tokens).
+    `support` says what each was drawn among.
 
     >>> from gspo.types import Prompt, Rollout, VersionSpan
     >>> def rollout(sample, ids):
