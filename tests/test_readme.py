@@ -119,10 +119,11 @@ def test_the_commands_work_as_written(
     monkeypatch.chdir(work_folder)
     runpy.run_path("make_questions.py")
     commands = shell_commands("gspo")
-    assert [command[1] for command in commands] == ["train", "train", "train", "eval"]
+    assert [command[1] for command in commands] == ["train", "train", "train", "report", "eval"]
     for command in commands:
         assert main(command[1:]) == 0, command
     assert list(Path("runs", "larger").rglob("model.safetensors"))
+    assert Path("runs", "larger", "report.html").is_file()
     (reading,) = [text for language, text in BLOCKS if language == "python" and "read_rollouts" in text]
     capsys.readouterr()
     exec(reading, {})

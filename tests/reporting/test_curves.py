@@ -68,8 +68,12 @@ def test_seeds_are_joined_over_the_steps_that_all_made(tmp_path: Path) -> None:
 
 
 def test_other_settings_and_repeated_seeds_stay_apart(tmp_path: Path) -> None:
-    runs = seeds(tmp_path / "a", (0.1,), (0.2,)) + seeds(tmp_path / "b", (0.3,), optimizer={"learning_rate": 1.0})
-    assert [len(line.runs) for line in lines_of(read_runs(runs))] == [2, 1]
+    runs = seeds(tmp_path / "a", (0.1,), (0.2,), (0.3,)) + seeds(
+        tmp_path / "b", (0.3,), optimizer={"learning_rate": 1.0}
+    )
+    assert [len(line.runs) for line in lines_of(read_runs(runs))] == [3, 1]
+    two = seeds(tmp_path / "e", (0.1,), (0.2,))
+    assert [len(line.runs) for line in lines_of(read_runs(two))] == [1, 1]
     again = seeds(tmp_path / "c", (0.1,)) + seeds(tmp_path / "d", (0.1,))
     assert [len(line.runs) for line in lines_of(read_runs(again))] == [1, 1]
 

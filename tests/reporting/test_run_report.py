@@ -118,14 +118,14 @@ def test_several_runs_share_a_page_with_a_legend(tmp_path: Path, capsys: pytest.
         make_run(
             tmp_path / f"s{seed}", [{}] * 3, config=settings(3, run={"seed": seed}), rollouts={1: [make_rollout()]}
         )
-        for seed in (0, 1)
+        for seed in (0, 1, 2)
     ]
     other = make_run(tmp_path / "other", [{}] * 2, config=settings(3, optimizer={"learning_rate": 1.0}))
     assert main(["report", *map(str, runs), str(other)]) == 0
     shown = capsys.readouterr().out
     assert cells(shown)["steps"][:2] == ["3", "3"]
     page = (runs[0] / "comparison.html").read_text()
-    assert "s0 and 1 more seeds: mean</span>" in page
+    assert "s0 and 2 more seeds: mean</span>" in page
     assert "other: mean</span>" in page
     assert not (runs[0] / "report.html").exists()
 

@@ -28,21 +28,21 @@ Records = Callable[[RunRecords], Sequence[Record]]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is drawn as one: a run, or the runs that differ in nothing but `run.seed`."""
+    """What is drawn as one: a run, or three or more runs that differ in nothing but `run.seed`."""
 
     name: str
     runs: tuple[RunRecords, ...]
 
 
 def lines_of(runs: Sequence[RunRecords]) -> list[Line]:
-    """The runs in their order, those that differ only in their seed joined."""
+    """The runs in their order; three or more that differ only in their seed are joined: an interval of two says little."""
     families: dict[str, list[RunRecords]] = {}
     for run in runs:
         families.setdefault(_family(run), []).append(run)
     lines = []
     for family in families.values():
         seeds = {run.config.run.seed for run in family if run.config is not None}
-        if 1 < len(family) == len(seeds):
+        if 2 < len(family) == len(seeds):
             lines.append(Line(f"{family[0].name} and {len(family) - 1} more seeds", tuple(family)))
         else:
             lines += [Line(run.name, (run,)) for run in family]

@@ -62,7 +62,8 @@ def curve_plot(
     values = [v for p in points for v in (p.low, p.y, p.high) if v is not None and (v > 0 or not logarithmic)]
     y, ticks = (_log_axis if logarithmic else _linear_axis)(min(values), max(values))
     x = linear(first, last, LEFT, WIDTH - RIGHT)
-    shapes = [shape for name, level in lines for shape in _level(name, y(level))]
+    ordered = sorted(lines, key=lambda line: line[1])
+    shapes = [shape for k, (name, level) in enumerate(ordered) for shape in _level(name, y(level), below=k == 0)]
     for curve, of_one in shown:
         shapes += _drawn(curve, [_placed(p, x, y, logarithmic) for p in of_one])
     axis = [(x(value), f"{value:g}") for value in nice_ticks(first, last) if value == round(value)] or [
@@ -154,12 +155,12 @@ def _drawn(curve: Curve, places: Sequence[tuple[float, float, float, float]]) ->
     yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-dasharray="{dash}"/>'
 
 
-def _level(name: str, y: float | int) -> list[str]:
+def _level(name: str, y: float | int, *, below: bool) -> list[str]:
     if not TOP <= y <= HEIGHT - BOTTOM:
         return []
     return [
         f'<path d="M{LEFT},{y:.1f} H{WIDTH - RIGHT}" class="band"/>',
-        f'<text x="{WIDTH - RIGHT}" y="{y - 3:.1f}" text-anchor="end">{_text(name)}</text>',
+        f'<text x="{WIDTH - RIGHT}" y="{y + (12 if below else -3):.1f}" text-anchor="end">{_text(name)}</text>',
     ]
 
 
