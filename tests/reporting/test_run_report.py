@@ -11,9 +11,7 @@ import pytest
 
 import gspo
 from gspo.cli import main
-from gspo.objectives import CLIP_RANGES
 from gspo.reporting.metrics import Ratio
-from gspo.reporting.report_plots import _OWN_RANGES, clip_bounds
 from tests.reporting.rollouts import make_rollout
 from tests.reporting.run_folders import CALM, make_run, settings
 from tests.reporting.test_inspector import HOSTILE, Reader
@@ -191,10 +189,3 @@ def test_a_report_needs_neither_torch_nor_the_model(tmp_path: Path) -> None:
         [sys.executable, "-c", program, "report", str(folder)], capture_output=True, text=True, check=True
     )
     assert done.stderr.splitlines()[-1] == "0 []"
-
-
-def test_the_ranges_drawn_are_those_of_the_objectives() -> None:
-    assert {name: CLIP_RANGES[name] for name in _OWN_RANGES} == _OWN_RANGES
-    assert clip_bounds(settings().objective) == (3e-4, 4e-4)
-    assert clip_bounds(settings(objective={"clip_high": 0.5}).objective) == (3e-4, 0.5)
-    assert clip_bounds(settings(objective={"name": "sapo"}).objective) is None

@@ -35,7 +35,7 @@ class Line:
 
 
 def lines_of(runs: Sequence[RunRecords]) -> list[Line]:
-    """The runs in their order; three or more that differ only in their seed are joined: an interval of two says little."""
+    """The runs in their order, three or more that differ only in their seed joined: an interval of two says little."""
     families: dict[str, list[RunRecords]] = {}
     for run in runs:
         families.setdefault(_family(run), []).append(run)

@@ -72,7 +72,7 @@ def _first_bytes(path: Path) -> bytes:
         return file.read(_HEADER)
 
 
-def drop_reasons(run: RunRecords, most_steps: int = 20) -> Counter[str]:
+def drop_reasons(run: RunRecords, most_steps: int = 5) -> Counter[str]:
     """Why rollouts were dropped, most frequent first, from the last `most_steps` steps that dropped some."""
     steps = [record["step"] for record in run.metrics if total([record], "reward/dropped")[0] > 0]
     reasons: Counter[str] = Counter()

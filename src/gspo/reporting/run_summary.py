@@ -111,7 +111,8 @@ def _speeds(run: RunRecords) -> str:
         stage = name.removeprefix("seconds/")
         seconds, tokens = total(run.timings, name)[0], total(run.timings, f"tokens/{stage}")[0]
         if seconds and tokens:
-            found.append(f"{stage} {tokens / seconds:.3g}")
+            speed = tokens / seconds
+            found.append(f"{stage} {speed:,.0f}" if speed >= 100 else f"{stage} {speed:.3g}")
     return ", ".join(found) or "-"
 
 
