@@ -59,7 +59,11 @@ def make_run(
     run.make(config if config is not None else settings(max(1, len(metrics))))
     lines = [{"step": step, **as_record({**CALM, **figures})} for step, figures in enumerate(metrics, 1)]
     run.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    timing = {"seconds": {"rollout": 2.0, "update": 6.0}, "tokens": {"rollout": 100, "update": 100}}
+    timing = {
+        "seconds": {"rollout": 2.0, "update": 6.0},
+        "tokens": {"rollout": 100, "update": 100},
+        "tokens_per_second": {"rollout": 50.0, "update": 100 / 6},
+    }
     run.timings_file.write_text("".join(json.dumps({"step": line["step"], **timing}) + "\n" for line in lines))
     evaluations = [
         {"step": step, "accuracy": {"value": value, "low": low, "high": high, "n": 50}}
