@@ -119,9 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
     report = commands.add_parser(
-        "report",
-        help="show what happened in a run: a table, and a page with curves and rollouts",
-        allow_abbrev=False,
+        "report", help="show what happened in a run: a table, and a page with curves and rollouts", allow_abbrev=False
     )
     report.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared, seeds of one config joined"
@@ -135,14 +133,8 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
     report.add_argument(
         "--rollouts", type=int, default=32, metavar="N", help="rollouts to show of a step, at most (default 32)"
     )
-    report.add_argument(
-        "--step",
-        type=int,
-        action="append",
-        default=[],
-        metavar="S",
-        help="show the rollouts of this step (can be repeated); default: the first, the last and some between",
-    )
+    step = "show the rollouts of this step (can be repeated); default: the first, the last and some between"
+    report.add_argument("--step", type=int, action="append", default=[], metavar="S", help=step)
 
 
 def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:

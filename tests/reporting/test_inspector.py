@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gspo.reporting.inspector import LONGEST, chosen_steps, inspect_step, spread, visible
+from gspo.reporting.journal import write_rollouts
 from gspo.reporting.run_records import read_runs
 from gspo.types import Prompt
 from tests.reporting.rollouts import make_rollout
@@ -109,6 +110,21 @@ def test_a_response_has_its_figures(tmp_path: Path) -> None:
     )
     assert "by function: exact 1, style does not apply" in page
     assert "ids: 0 1 2<" in page
+
+
+def test_advantages_and_rewards_by_turn_and_by_token(tmp_path: Path) -> None:
+    by_turn = dataclasses.replace(
+        make_rollout(), turns=(0, -1, 1), trainable=(True, False, True), turn_rewards=(0.5, 0.5)
+    )
+    folder = make_run(tmp_path / "r", [{}])
+    advantages = [[0.5, 0.0, -1.5], [0.1, 0.2, 0.3]]
+    write_rollouts(folder / "rollouts" / "step-000001.jsonl.zst", [by_turn, make_rollout(sample=1)], advantages)
+    (run,) = read_runs([folder])
+    page = inspect_step(run, 1, 4)
+    first, second = summaries(page)[2:]
+    assert "advantage +0.5, -1.5 by turn;" in first
+    assert "by function: exact 1; by turn: 0.5, 0.5<" in page
+    assert "advantage +0.1 to +0.3 by token;" in second
 
 
 def test_groups_with_most_signal_come_first_and_some_of_many_are_shown(tmp_path: Path) -> None:

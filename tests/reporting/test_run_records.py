@@ -47,6 +47,25 @@ def test_a_run_that_is_cut_off_shows_its_whole_lines(tmp_path: Path) -> None:
     assert run.timings[0]["seconds/update"] == 6.0
 
 
+def test_a_run_that_died_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", [{}, {}])
+    file = folder / "metrics.jsonl"
+    content = file.read_bytes()
+    first = content.index(b"\n")
+    for end in {*range(0, len(content), 97), first, first + 1, len(content) - 1, len(content)}:
+        file.write_bytes(content[:end])
+        (run,) = read_runs([folder])
+        assert run.last_step == content[:end].count(b"\n")
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "r", [{}, {}])
+    file = folder / "metrics.jsonl"
+    file.write_bytes(b"\0\0\n" + file.read_bytes())
+    with pytest.raises(BadInputError, match=r"metrics\.jsonl:1: not a JSON record .* remove the line"):
+        read_runs([folder])
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "r", [{}])
     for name in ("config.json", "timings.jsonl", "evaluations.jsonl"):

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gspo.errors import BadInputError
 from gspo.reporting.console import printable
-from gspo.reporting.rollout_records import Advantage, RolloutText, read_texts, recorded_steps
+from gspo.reporting.rollout_records import RolloutText, read_texts, recorded_steps
 from gspo.reporting.run_records import RunRecords
 
 LONGEST = 4000
@@ -115,7 +115,7 @@ def _group(group: Group, most: int) -> str:
 def _response(rollout: RolloutText) -> str:
     head = [
         "dropped" if rollout.reward is None else f"reward {rollout.reward:.4g}",
-        f"advantage {_advantage(rollout.advantage)}",
+        f"advantage {_advantage(rollout)}",
         _tokens(rollout),
         rollout.finish_reason,
         f"policy version {', '.join(map(str, rollout.versions))}",
@@ -123,12 +123,14 @@ def _response(rollout: RolloutText) -> str:
     if rollout.logprob is not None:
         head.append(f"sampler log-prob {rollout.logprob:.3g} a token")
     each = ", ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items())
+    if rollout.turn_rewards:
+        each += f"; by turn: {', '.join(map(_number, rollout.turn_rewards))}"
     why = f'<p class="small">dropped: {visible(rollout.dropped)}</p>' if rollout.dropped is not None else ""
-    functions = f'<p class="small">by function: {visible(each)}</p>' if each else ""
+    rewards = f'<p class="small">by function: {visible(each)}</p>' if each else ""
     more = " ..." if rollout.tokens > len(rollout.ids) else ""
     ids = f'<p class="small">ids: {" ".join(map(str, rollout.ids))}{more}</p>'
     text = _texts(rollout.messages or (("", rollout.text),))
-    return f"<details open><summary>{escape('; '.join(head))}</summary>{why}{functions}{text}{ids}</details>"
+    return f"<details open><summary>{escape('; '.join(head))}</summary>{why}{rewards}{text}{ids}</details>"
 
 
 def _texts(messages: Iterable[tuple[str, str]]) -> str:
@@ -145,14 +147,15 @@ def _tokens(rollout: RolloutText) -> str:
     return count if rollout.trainable == rollout.tokens else f"{count}, {rollout.trainable} trainable"
 
 
-def _advantage(advantage: Advantage) -> str:
+def _advantage(rollout: RolloutText) -> str:
+    advantage = rollout.advantage
     if advantage is None:
         return "none"
     if isinstance(advantage, float | int):
         return f"{advantage:+.3g}"
-    if len(advantage) > 8:
-        return f"{min(advantage):+.3g} to {max(advantage):+.3g} by token"
-    return ", ".join(f"{value:+.3g}" for value in advantage)
+    if rollout.turn_rewards:
+        return ", ".join(f"{value:+.3g}" for value in advantage) + " by turn"
+    return f"{min(advantage):+.3g} to {max(advantage):+.3g} by token"
 
 
 def _number(value: float | int | None) -> str:

@@ -26,7 +26,8 @@ Advantage = float | int | tuple[float | int, ...] | None
 class RolloutText:
     """A rollout as it was written down, its ids counted.
 
-    `messages` are (role, text) of a conversation, empty where `text` is the whole response. `logprob` is the mean
+    `messages` are (role, text) of a conversation and `turn_rewards` those of its turns, both empty where `text` is the
+    whole response. `logprob` is the mean
     sampler log-prob of the trainable tokens in nats, `versions` the policy versions that wrote it, `ids` its first.
     """
 
@@ -37,6 +38,7 @@ class RolloutText:
     messages: tuple[tuple[str, str], ...]
     reward: float | int | None
     rewards: Mapping[str, float | int | None]
+    turn_rewards: tuple[float | int, ...]
     advantage: Advantage
     tokens: int
     trainable: int
@@ -95,6 +97,7 @@ def _text_of(record: Mapping[str, Any]) -> RolloutText:
         messages=_messages(record.get("messages") or ()),
         reward=record["reward"],
         rewards=record["rewards"],
+        turn_rewards=tuple(record.get("turn_rewards") or ()),
         advantage=_advantage(record),
         tokens=len(record["response_ids"]),
         trainable=len(trained),
