@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gspo.policy import head as heads
 from gspo.policy.head import Head, Support, agrees, logprobs_from_logits, token_logprobs
 
 M, D, V = 11, 6, 23
@@ -51,17 +52,20 @@ def in_float64(head: Head, hidden, ids, temperature: float, kept=None):
     return logs.gather(1, ids[:, None]).squeeze(1), -(probs * logs).sum(1), [h, w, b]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize(("tile", "tokens"), [(1, 1), (25, 4), (90, 2048), (5000, 2048)])
 @pytest.mark.parametrize("supported", [False, True])
 @pytest.mark.parametrize(
     ("bias", "scale", "softcap", "temperature"),
     [(False, 1.0, None, 1.0), (True, 0.3, None, 0.7), (False, 1.0, 2.0, 1.3), (True, 2.0, 3.0, 0.5)],
 )
-def test_values_and_gradients_are_those_of_float64(bias, scale, softcap, temperature, supported, chunk):
+def test_values_and_gradients_are_those_of_float64(
+    monkeypatch, bias, scale, softcap, temperature, supported, tile, tokens
+):
+    monkeypatch.setattr(heads, "TOKENS", tokens)
     head = random_head(bias=bias, scale=scale, softcap=softcap)
     hidden, ids, weights = inputs()
     support, kept = kept_support(ids) if supported else (None, None)
-    found = token_logprobs(head, hidden, ids, temperature=temperature, support=support, chunk=chunk)
+    found = token_logprobs(head, hidden, ids, temperature=temperature, support=support, tile=tile)
     *expected, leaves = in_float64(head, hidden, ids, temperature, kept)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-6)
@@ -174,12 +178,12 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
                     self.size = max(self.size, tensor.numel())
             return out
 
-    tokens, vocabulary, chunk = 64, 400, 4
+    tokens, vocabulary, tile = 64, 400, 1600
     head = Head(torch.randn(vocabulary, 2).requires_grad_())
     hidden = torch.randn(tokens, 2, requires_grad=True)
     with Largest() as seen:
         logprobs, entropy = token_logprobs(
-            head, hidden, torch.zeros(tokens, dtype=torch.long), temperature=1.0, chunk=chunk
+            head, hidden, torch.zeros(tokens, dtype=torch.long), temperature=1.0, tile=tile
         )
         (logprobs + entropy).sum().backward()
-    assert seen.size == chunk * vocabulary
+    assert seen.size == tile

@@ -5,12 +5,15 @@ scale and cap come from the model's config. With p = softmax(z) over the support
 
     log-prob = z_target - logsumexp(z)          entropy = logsumexp(z) - sum_j p_j z_j
 
-Work goes through chunks of tokens. The backward pass computes a chunk's logits again: one more product with W,
-and nothing of vocabulary size is kept between the two passes.
+Work goes through tiles of logits, many tokens by a part of the vocabulary: so W and its gradient are read and written
+once for all those tokens, and a tile stays in the cache. Sums over the vocabulary are carried from tile to tile,
+relative to the largest logit so far. The backward pass computes a tile's logits again: one more product with W, and
+nothing of vocabulary size is kept between the two passes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +21,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits in one chunk (32 MiB in float32): large enough for full matrix rate, small beside any model."""
+from gspo.policy.vocabulary import Sums, at_targets, logit_gradient, slices
+
+TILE = 1 << 22
+"""Logits in one tile: 16 MiB in float32."""
+
+TOKENS, ENTRIES = 2048, 2048
+"""Tokens and vocabulary entries of a tile at most: what a product packs of W stays in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def token_logprobs(
     temperature: float,
     support: Support | None = None,
     entropy: bool = True,
-    chunk: int | None = None,
+    tile: int = TILE,
 ) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
     """Log-prob of each id, and entropy of its distribution, in float32 and nats.
 
@@ -98,12 +106,10 @@ def token_logprobs(
         temperature: of the sampling distribution; positive.
         support: renormalise over these tokens alone (top-p, top-k, min-p); a target outside gets -inf.
         entropy: False leaves it out and returns zeros.
-        chunk: tokens per chunk; by default as many as `CHUNK_ELEMENTS` logits allow.
+        tile: logits held at once.
     """
-    if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS // head.weight.shape[0])
     logprobs, entropies = _TokenLogprobs.apply(
-        hidden, head.weight, head.bias, ids, head, temperature, support, entropy, chunk
+        hidden, head.weight, head.bias, ids, head, temperature, support, entropy, tile
     )  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
@@ -118,47 +124,72 @@ def logprobs_from_logits(
     """The same from a model's own logits, for heads that `token_logprobs` cannot express."""
     scaled = logits.float() / temperature
     if support is not None:
-        scaled = scaled.masked_fill(_outside(support, slice(0, len(ids)), scaled.shape[1]), -torch.inf)
+        scaled = scaled.masked_fill(_outside(support, slice(0, len(ids)), slice(0, scaled.shape[1])), -torch.inf)
     logs = torch.log_softmax(scaled, dim=-1)
     probs = logs.exp()
     entropies = -(probs * logs.masked_fill(probs == 0, 0.0)).sum(-1)
     return logs.gather(1, ids[:, None]).squeeze(1), entropies
 
 
-def _product(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T, accumulated and returned in float32."""
+def _product(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """hidden @ weight.T, accumulated and returned in float32; in `out` where it can be."""
     if hidden.is_cuda and hidden.dtype == weight.dtype != torch.float32:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden.float() @ weight.float().t()
+    return torch.mm(hidden.float(), weight.float().t(), out=out)
 
 
-def _outside(support: Support, rows: slice, vocabulary: int) -> Tensor:
-    """[rows, V], True on tokens that are not in the support."""
+def _outside(support: Support, rows: slice, columns: slice) -> Tensor:
+    """[rows, columns], True on tokens that are not in the support."""
     offsets = support.offsets[rows.start : rows.stop + 1]
     counts = offsets.diff()
+    ids = support.ids[offsets[0] : offsets[-1]].long() - columns.start
     row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    outside = torch.ones(len(counts), vocabulary, dtype=torch.bool, device=counts.device)
-    outside[row, support.ids[offsets[0] : offsets[-1]].long()] = False
+    here = (ids >= 0) & (ids < columns.stop - columns.start)
+    outside = torch.ones(len(counts), columns.stop - columns.start, dtype=torch.bool, device=counts.device)
+    outside[row[here], ids[here]] = False
     return outside
 
 
-def _chunk_logits(
-    head: Head, hidden: Tensor, temperature: float, support: Support | None, rows: slice
-) -> tuple[Tensor, Tensor | None]:
-    """Tempered logits of a chunk, and the slope of the soft cap where there is one; both fresh tensors."""
-    z = _product(hidden, head.weight)
-    if head.bias is not None:
-        z += head.bias.float()
-    slope = None
-    if head.softcap is None:
-        z *= head.scale / temperature
-    else:
-        z.mul_(head.scale / head.softcap).tanh_()
-        slope = 1 - z * z
-        z *= head.softcap / temperature
-    if support is not None:
-        z.masked_fill_(_outside(support, rows, z.shape[1]), -torch.inf)
-    return z, slope
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Makes tiles of tempered logits; a tile is overwritten by the next."""
+
+    head: Head
+    hidden: Tensor
+    temperature: float
+    support: Support | None
+    size: int
+    buffer: Tensor
+
+    @classmethod
+    def of(cls, head: Head, hidden: Tensor, temperature: float, support: Support | None, size: int) -> _Logits:
+        buffer = torch.empty(min(size, len(hidden) * len(head.weight)), device=hidden.device)
+        return cls(head, hidden, temperature, support, size, buffer)
+
+    def blocks(self) -> Iterator[slice]:
+        """Tokens that are computed together."""
+        return slices(len(self.hidden), min(TOKENS, self.size))
+
+    def columns(self, rows: slice) -> Iterator[slice]:
+        """The vocabulary in parts, for these tokens."""
+        return slices(len(self.head.weight), max(1, min(ENTRIES, self.size // (rows.stop - rows.start))))
+
+    def tile(self, rows: slice, columns: slice) -> tuple[Tensor, Tensor | None]:
+        """Logits [rows, columns], and the slope of the soft cap where there is one."""
+        head, shape = self.head, (rows.stop - rows.start, columns.stop - columns.start)
+        z = _product(self.hidden[rows], head.weight[columns], self.buffer[: shape[0] * shape[1]].view(shape))
+        if head.bias is not None:
+            z += head.bias[columns].float()
+        slope = None
+        if head.softcap is not None:
+            z.mul_(head.scale / head.softcap).tanh_()
+            slope = 1 - z * z
+            z *= head.softcap / self.temperature
+        elif head.scale != self.temperature:
+            z *= head.scale / self.temperature
+        if self.support is not None:
+            z.masked_fill_(_outside(self.support, rows, columns), -torch.inf)
+        return z, slope
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -173,26 +204,23 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         support: Support | None,
         entropy: bool,
-        chunk: int,
+        size: int,
     ) -> tuple[Tensor, Tensor]:
-        count = len(ids)
-        logprobs = torch.empty(count, dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(len(ids), dtype=torch.float32, device=hidden.device)
         norms, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, count, chunk):
-                rows = slice(start, min(start + chunk, count))
-                z, _ = _chunk_logits(head, hidden[rows], temperature, support, rows)
-                target = z.gather(1, ids[rows, None]).squeeze(1)
-                peak = z.amax(1)
-                exps = (z - peak[:, None]).exp_()
-                total = exps.sum(1)
-                norms[rows] = peak + total.log()
-                logprobs[rows] = target - norms[rows]
+            logits = _Logits.of(head, hidden, temperature, support, size)
+            spare = torch.empty_like(logits.buffer) if entropy else None
+            for rows in logits.blocks():
+                sums = Sums(ids[rows], masked=support is not None)
+                for columns in logits.columns(rows):
+                    sums.add(logits.tile(rows, columns)[0], columns, spare)
+                norms[rows] = sums.norm
+                logprobs[rows] = sums.target - norms[rows]
                 if entropy:
-                    mean = _row_dot(exps, z.nan_to_num_(neginf=0.0) if support else z) / total
-                    entropies[rows] = norms[rows] - mean
+                    entropies[rows] = sums.entropy
         ctx.save_for_backward(hidden, weight, bias, ids, norms, entropies)
-        ctx.settings = (head, temperature, support, chunk)
+        ctx.settings = (head, temperature, support, size)
         ctx.set_materialize_grads(False)
         if not entropy:
             ctx.mark_non_differentiable(entropies)
@@ -202,47 +230,31 @@ class _TokenLogprobs(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, ids, norms, entropies = ctx.saved_tensors
-        head, temperature, support, chunk = ctx.settings
+        head, temperature, support, size = ctx.settings
         grad = torch.zeros_like(norms) if grad is None else grad
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need_weight else None
+        d_hidden = torch.empty(hidden.shape, device=hidden.device) if need_hidden else None
+        make = torch.empty if len(hidden) else torch.zeros
+        d_weight = make(weight.shape, device=weight.device) if need_weight else None
         d_bias = torch.zeros(len(weight), device=weight.device) if need_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(ids), chunk):
-                rows = slice(start, min(start + chunk, len(ids)))
-                z, slope = _chunk_logits(head, hidden[rows], temperature, support, rows)
-                z -= norms[rows, None]
+            logits = _Logits.of(head, hidden, temperature, support, size)
+            for rows in logits.blocks():
                 through_entropy = None if grad_entropy is None else grad_entropy[rows]
-                g = _logit_gradient(z, ids[rows], grad[rows], through_entropy, entropies[rows])
-                if slope is not None:
-                    g *= slope
-                g *= head.scale / temperature
-                if d_hidden is not None:
-                    d_hidden[rows] = (g @ weight.float()).to(hidden.dtype)
-                if d_weight is not None:
-                    d_weight.addmm_(g.t(), hidden[rows].float())
-                if d_bias is not None:
-                    d_bias += g.sum(0)
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None, None
-
-
-def _logit_gradient(logs: Tensor, ids: Tensor, grad: Tensor, grad_entropy: Tensor | None, entropies: Tensor) -> Tensor:
-    """d(grad . log-prob + grad_entropy . entropy) / dz, from log p [C, V], which it overwrites.
-
-    d log p_target / dz = onehot - p;  d H / dz_j = -p_j (log p_j + H).
-    """
-    if grad_entropy is None:
-        g = logs.exp_().mul_(-grad[:, None])
-    else:
-        probs = logs.exp()
-        weights = logs.nan_to_num_(neginf=0.0).add_(entropies[:, None]).mul_(-grad_entropy[:, None])
-        g = weights.sub_(grad[:, None]).mul_(probs)
-    return g.scatter_add_(1, ids[:, None], grad[:, None])
-
-
-def _row_dot(a: Tensor, b: Tensor) -> Tensor:
-    """sum_j a_ij b_ij without a temporary of their size."""
-    return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).view(-1)
+                for columns in logits.columns(rows):
+                    z, slope = logits.tile(rows, columns)
+                    z -= norms[rows, None]
+                    target = at_targets(ids[rows], columns)
+                    g = logit_gradient(z, target, grad[rows], through_entropy, entropies[rows])
+                    if slope is not None:
+                        g *= slope
+                    if head.scale != temperature:
+                        g *= head.scale / temperature
+                    if d_hidden is not None:
+                        d_hidden[rows].addmm_(g, weight[columns].float(), beta=min(columns.start, 1))
+                    if d_weight is not None:
+                        d_weight[columns].addmm_(g.t(), hidden[rows].float(), beta=min(rows.start, 1))
+                    if d_bias is not None:
+                        d_bias[columns] += g.sum(0)
+        pairs = ((d_hidden, hidden), (d_weight, weight), (d_bias, bias))
+        return *(None if found is None else found.to(like.dtype) for found, like in pairs), *(None,) * 6
