@@ -189,7 +189,8 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, softcap: float | None) -> tuple[Te
 
 def _is_fused(q: Tensor, v: Tensor, tile: Tile, softcap: float | None) -> bool:
     """Whether torch's flash attention for a CPU can compute the tile: half of a causal square is left out."""
-    return tile.causal and q.device.type == "cpu" and softcap is None and q.shape[-1] == v.shape[-1]
+    alike = q.shape[-1] == v.shape[-1] and q.dtype == v.dtype  # under autocast, rotary positions leave q in float32
+    return tile.causal and q.device.type == "cpu" and softcap is None and alike
 
 
 def _heads(x: Tensor, groups: int) -> Tensor:
