@@ -41,9 +41,13 @@ def test_a_step_is_timed_on_both_sides(tmp_path: Path) -> None:
     assert found["speedup"] == pytest.approx(
         found["ours"]["response_tokens_per_s"] / found["trl"]["response_tokens_per_s"]
     )
+    assert found["speedup_cpu"] == pytest.approx(
+        found["ours"]["response_tokens_per_cpu_s"] / found["trl"]["response_tokens_per_cpu_s"]
+    )
     assert {"rollout", "score", "update"} <= found["ours"]["stages"].keys()
     assert found["trl"]["stages"].keys() == {"rollout", "reward", "score", "update"}
     for side in ("ours", "trl"):
         # The one step that counts: its stages are all of it.
         assert sum(found[side]["stages"].values()) == pytest.approx(found[side]["seconds"], rel=1e-6)
+        assert 0 < found[side]["cpu_seconds"] < 60
         assert 8 <= found[side]["response_tokens"] <= 2 * 4 * 6
