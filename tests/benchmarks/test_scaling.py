@@ -22,6 +22,9 @@ from scaling_model import (
 )
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.distributed.processes import run_processes
+from tests.policy.tiny import save_tiny
+
 TINY = Shape(2, 32, 64, 4, 2, tied=True, head_dim=8, vocabulary=199)
 TINY_MOE = Shape(2, 32, 16, 4, 2, tied=False, head_dim=8, vocabulary=199, experts=6, active=2)
 
@@ -72,6 +75,24 @@ def test_bytes_by_hand():
         "weights": 2.0 * (4 * p + 4 * layers + 2 * p), "gradients": 2.0 * 4 * p, "rollout": 2.0 * p,
     }  # fmt: skip
     assert received_bytes(TINY, work, 2, "full", reshard=False)["weights"] == 2.0 * 6 * p
+
+
+def test_bytes_are_those_that_two_processes_receive(tmp_path):
+    folder = save_tiny(tmp_path / "model", "qwen3")
+    config = Qwen3Config.from_pretrained(folder)
+    shape = Shape(
+        config.num_hidden_layers, config.hidden_size, config.intermediate_size, config.num_attention_heads,
+        config.num_key_value_heads, config.tie_word_embeddings, config.head_dim,
+        config.vocab_size + 1,  # FSDP2 pads 61 rows to 62
+    )  # fmt: skip
+    one_pass = Work(prompts=1, group_size=2, response_mean=4, minibatches=1)
+    expected = {reshard: received_bytes(shape, one_pass, 2, "full", reshard=reshard) for reshard in (True, False)}
+    for found in run_processes("tests.benchmarks.traffic_cases:received", 2, str(folder)):
+        for reshard, causes in expected.items():
+            assert found[f"update, reshard {reshard}"] == causes["weights"] + causes["gradients"]
+        assert found["rollout"] == expected[True]["rollout"]
+        two = received_bytes(shape, replace(one_pass, minibatches=2), 2, "full", reshard=False)
+        assert found["score"] == two["weights"] - 2 * expected[False]["weights"]
 
 
 def test_memory_falls_with_the_number_of_gpus_under_fsdp_only():
