@@ -149,11 +149,14 @@ def sampled(plain, sharded, world):
         with scope:
             for _ in range(1 + world.rank):
                 responses = engine.generate(requests, sampling)
-        drawn.append([(r.response_ids, r.sampler_logprobs) for r in responses])
+        drawn.append(responses)
     layout = plain.layout(random_rollouts()[:2])
     after = [p.score(layout, temperature=1.0).logprobs for p in (plain, sharded)]
     return {
-        "same responses": drawn[0] == drawn[1],
+        "same responses": [r.response_ids for r in drawn[0]] == [r.response_ids for r in drawn[1]],
+        "log-probs": max(
+            abs(a - b) for x, y in zip(*drawn, strict=True) for a, b in zip(x.sampler_logprobs, y.sampler_logprobs)
+        ),
         "scores after": float((after[0] - after[1]).abs().max()),
         "idle after": all_sliced(sharded),
     }

@@ -53,6 +53,7 @@ def test_each_process_samples_for_itself_from_gathered_weights(figures):
         assert len(sampled) == 4
         for found in sampled:
             assert found["same responses"]
+            assert found["log-probs"] < 1e-5
             assert found["scores after"] < 1e-5
             assert found["idle after"]
 
