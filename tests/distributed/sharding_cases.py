@@ -155,7 +155,9 @@ def sampled(plain, sharded, world):
     return {
         "same responses": [r.response_ids for r in drawn[0]] == [r.response_ids for r in drawn[1]],
         "log-probs": max(
-            abs(a - b) for x, y in zip(*drawn, strict=True) for a, b in zip(x.sampler_logprobs, y.sampler_logprobs)
+            abs(a - b)
+            for x, y in zip(*drawn, strict=True)
+            for a, b in zip(x.sampler_logprobs, y.sampler_logprobs, strict=True)
         ),
         "scores after": float((after[0] - after[1]).abs().max()),
         "idle after": all_sliced(sharded),

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from gspo.config import LoraConfig
+from gspo.distributed.world import World
 from gspo.errors import BadInputError
 from gspo.policy import load, memory
 from gspo.policy.load import load_policy, memory_of
@@ -94,7 +95,7 @@ def test_activations_are_a_rough_figure_and_only_warned_of():
 def test_loading_stops_before_the_weights_are_read(tmp_path, monkeypatch):
     folder = save_tiny(tmp_path / "model")
     monkeypatch.setattr(load, "free_memory", lambda device: 1000)  # noqa: ARG005
-    monkeypatch.setattr(load, "_load_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(BadInputError, match=r"needs about .* are free"):
         load_policy(folder, device="cpu")
 
@@ -108,3 +109,27 @@ def test_a_containers_limit_counts_less_its_cache(tmp_path):
     assert memory._cgroup_room(tmp_path) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:      7 kB\n")
     assert memory._available(tmp_path / "meminfo") == 7 * 1024
+
+
+def test_processes_divide_the_weights_and_gather_a_few_layers():
+    model = tiny_model("llama")
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    alone = memory_of(model.config, reference=True)
+    root = alone.parameters - sum(layers)
+    shared = memory_of(model.config, reference=True, processes=4)
+    for name in ("weights", "gradients", "optimizer", "reference"):
+        assert getattr(shared, name) == getattr(alone, name) // 4
+    assert alone.gathered == 0
+    assert shared.gathered == 4 * (root + 2 * layers[0] + max(root, layers[0]))  # and the gradients of one piece
+    assert "gathered" in str(shared)
+    kept = memory_of(model.config, train=False, processes=4, reshard_after_forward=False)
+    assert kept.gathered == alone.weights
+
+
+def test_processes_of_one_machine_share_what_is_free(tmp_path, monkeypatch):
+    folder = save_tiny(tmp_path / "model")
+    needed = memory_of(tiny_model("llama").config).total
+    monkeypatch.setattr(load, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(load, "free_memory", lambda _: needed)
+    with pytest.raises(BadInputError, match=r"model\.path: .* needs about"):
+        load_policy(folder, device="cpu", world=World(0, 2))

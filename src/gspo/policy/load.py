@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import logging as hf_logging
+from transformers import AutoModelForCausalLM
 
 from gspo.config import LoraConfig
 from gspo.distributed.sharding import gathered, place
@@ -21,10 +18,9 @@ from gspo.policy.compiling import CompiledLayers
 from gspo.policy.devices import choose_autocast, choose_device, slow_autocast
 from gspo.policy.memory import MemoryEstimate, check_fits, estimate_memory, free_memory
 from gspo.policy.model import Policy, ScoringModel
+from gspo.policy.pretrained import load_config, load_model, load_tokenizer
 from gspo.policy.probe import probe
 from gspo.policy.sources import adapter_chain, resolve_path
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 def load_policy(
@@ -67,7 +63,8 @@ def load_policy(
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
     world = world or World()
-    _check_sharding(shard, world, compile)
+    sharded = shard == "full" and world.size > 1
+    _check_sharding(sharded, compile)
     preview = preview_policy(
         path,
         resume=resume,
@@ -79,24 +76,26 @@ def load_policy(
         tokens=tokens,
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
+        processes=world.size if sharded else 1,
+        reshard_after_forward=reshard_after_forward,
     )
     target, config, tokenizer, autocast = preview.device, preview.config, preview.tokenizer, preview.autocast
-    tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
-    model = _load_model(preview.folder, config, trust_remote_code, empty=not world.is_main)
+    tight = check_fits(str(path), preview.memory, _share(preview.free, target, world), lora=lora is not None)
+    model = load_model(preview.folder, config, trust_remote_code, empty=not world.is_main)
     model.requires_grad_(train and lora is None)
     adapter = None
     if lora is not None:
         adapter = adapters.add_lora(model, lora, train=train, seed=seed)
         if resume is not None and world.is_main:
             adapters.restore_lora(adapter, resume)
-    placed = {"shard": shard == "full", "reshard_after_forward": reshard_after_forward}
+    placed = {"shard": sharded, "reshard_after_forward": reshard_after_forward}
     shards = place(model, target, world, **placed)
     with gathered(model, layers=False):
         findings = probe(model, "shared" if layout == "auto" else layout)
     scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast, shards=shards)
     frozen = None
     if reference and lora is None:
-        original = _load_model(resolve_path(str(path)), config, trust_remote_code, empty=not world.is_main)
+        original = load_model(resolve_path(str(path)), config, trust_remote_code, empty=not world.is_main)
         original.requires_grad_(False)
         frozen = _compiled(replace(scorer, model=original, shards=place(original, target, world, **placed)), compile)
     if activation_checkpointing:
@@ -142,12 +141,17 @@ def preview_policy(
     train: bool = True,
     reference: bool = False,
     tokens: int = 0,
+    processes: int = 1,
+    reshard_after_forward: bool = True,
 ) -> Preview:
-    """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same."""
+    """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same.
+
+    `processes` share the weights; the memory is that of one of them.
+    """
     target = choose_device(device)
     autocast = choose_autocast(dtype, target)
     folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
-    config = _load_config(adapter_chain(folder)[0], trust_remote_code)
+    config = load_config(adapter_chain(folder)[0], trust_remote_code)
     memory = memory_of(
         config,
         train=train,
@@ -157,8 +161,10 @@ def preview_policy(
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
         autocast=autocast is not None,
+        processes=processes,
+        reshard_after_forward=reshard_after_forward,
     )
-    tokenizer = _load_tokenizer(folder, trust_remote_code)
+    tokenizer = load_tokenizer(folder, trust_remote_code)
     return Preview(folder, target, config, tokenizer, context_length(config), memory, free_memory(target), autocast)
 
 
@@ -172,6 +178,8 @@ def memory_of(
     activation_checkpointing: bool = False,
     trust_remote_code: bool = False,
     autocast: bool = False,
+    processes: int = 1,
+    reshard_after_forward: bool = True,
 ) -> MemoryEstimate:
     """What a model of this config will need; no weight is read or made."""
     with torch.device("meta"):
@@ -188,11 +196,18 @@ def memory_of(
         tokens=tokens,
         activation_checkpointing=activation_checkpointing,
         autocast=autocast,
+        processes=processes,
+        reshard_after_forward=reshard_after_forward,
     )
 
 
-def _check_sharding(shard: str, world: World, compile: bool) -> None:
-    if shard == "full" and world.size > 1 and compile:
+def _share(free: int | None, device: torch.device, world: World) -> int | None:
+    """A GPU is a process's own; the memory of a machine is shared by its processes."""
+    return free if free is None or device.type != "cpu" else free // world.size
+
+
+def _check_sharding(sharded: bool, compile: bool) -> None:
+    if sharded and compile:
         raise BadInputError(
             'model.compile = true with distributed.shard = "full": compiled layers are not gathered; set one of them '
             'to false or "none"'
@@ -201,104 +216,6 @@ def _check_sharding(shard: str, world: World, compile: bool) -> None:
 
 def _compiled(scorer: ScoringModel, wanted: bool) -> ScoringModel:
     return replace(scorer, compiled=CompiledLayers(scorer.model)) if wanted else scorer
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
-def _load_config(folder: str, trust_remote_code: bool) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        found = "cannot be loaded" if Path(folder).exists() else "is no folder here and cannot be loaded as a hub id"
-        raise BadInputError(f"model.path: {folder!r} {found}: {_one_line(error)}") from None
-    _switch_dropout_off(config)
-    return config
-
-
-def _switch_dropout_off(config: Any) -> None:
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for name, value in list(vars(part).items()):
-            noisy = "dropout" in name or name.endswith("pdrop") or name == "router_jitter_noise"
-            if noisy and isinstance(value, float):
-                setattr(part, name, 0.0)
-
-
-def _load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    missing = Path(folder).is_dir() and not any((Path(folder) / name).exists() for name in TOKENIZER_FILES)
-    try:
-        if missing:
-            raise OSError(f"none of {', '.join(TOKENIZER_FILES)} is there")
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise BadInputError(
-            f"model.path: {folder!r} has no usable tokenizer ({_one_line(error)}); "
-            "save it next to the weights with tokenizer.save_pretrained"
-        ) from None
-
-
-def _load_model(folder: str, config: Any, trust_remote_code: bool, *, empty: bool = False) -> Any:
-    """The model with its weights; `empty` leaves them on the meta device, to be sent by another process."""
-    base, saved_adapters = adapter_chain(folder)
-    model = (_shell if empty else _load_weights)(base, config, trust_remote_code)
-    for adapter in saved_adapters:
-        model = model if empty else adapters.merge_lora(model, adapter)
-        model.name_or_path = str(adapter)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    # Sampling comes from our own settings alone; other people's defaults would also make some models unsavable.
-    given = model.generation_config
-    model.generation_config = GenerationConfig(
-        eos_token_id=given.eos_token_id, bos_token_id=given.bos_token_id, pad_token_id=given.pad_token_id
-    )
-    return model.eval()
-
-
-def _attention(config: Any) -> dict[str, str]:
-    # Soft-capped attention exists in the eager function alone; sdpa would leave the cap out without a word.
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if capped else {}
-
-
-def _shell(folder: str, config: Any, trust_remote_code: bool) -> Any:
-    """The model as `_load_weights` builds it, without weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, trust_remote_code=trust_remote_code, **_attention(config)
-        )
-    with suppress(OSError):  # few models have none; theirs is then that of the config, as in `_load_weights`
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    model.name_or_path = folder
-    return model
-
-
-def _load_weights(folder: str, config: Any, trust_remote_code: bool) -> Any:
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            **_attention(config),
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise BadInputError(f"model.path: {folder!r} cannot be loaded: {_one_line(error)}") from None
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()
-    absent = sorted(info["missing_keys"])
-    if absent:
-        raise BadInputError(
-            f"model.path: {folder!r} lacks weights that its config.json asks for: {', '.join(absent[:3])}"
-            f"{' ...' if len(absent) > 3 else ''}; the download or the save is incomplete"
-        )
-    return model
 
 
 def enable_activation_checkpointing(model: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gspo.errors import BadInputError
 
@@ -16,7 +17,10 @@ FLOAT32, BFLOAT16 = 4, 2
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes by purpose. Master weights, gradients and the two AdamW moments are float32."""
+    """Bytes of one process by purpose. Master weights, gradients and the two AdamW moments are float32.
+
+    `gathered` is what a process of several that share the weights holds of the others' at a time.
+    """
 
     parameters: int
     weights: int
@@ -24,10 +28,12 @@ class MemoryEstimate:
     optimizer: int
     reference: int
     activations: int
+    gathered: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations
+        held = self.weights + self.gradients + self.optimizer + self.reference
+        return held + self.gathered + self.activations
 
     def __str__(self) -> str:
         parts = {
@@ -35,6 +41,7 @@ class MemoryEstimate:
             "gradients": self.gradients,
             "optimizer": self.optimizer,
             "reference": self.reference,
+            "gathered": self.gathered,
             "activations": self.activations,
         }
         named = ", ".join(f"{name} {size / GB:.1f}" for name, size in parts.items() if size)
@@ -51,6 +58,8 @@ def estimate_memory(
     tokens: int = 0,
     activation_checkpointing: bool = False,
     autocast: bool = False,
+    processes: int = 1,
+    reshard_after_forward: bool = True,
 ) -> MemoryEstimate:
     """What training needs, before any weight is read.
 
@@ -62,21 +71,42 @@ def estimate_memory(
         reference: whether a frozen copy of the model is held too (KL without LoRA).
         tokens: tokens of a micro-batch; 0 leaves activations out.
         autocast: whether matrix products run in bfloat16; a pass then holds a bfloat16 copy of each matrix.
+        processes: among how many the weights and all that belongs to them are divided.
+        reshard_after_forward: whether such processes let go of a layer between its two passes.
     """
-    count = sum(p.numel() for p in model.parameters())
+    count = _count(model)
     trainable = (count if lora_parameters is None else lora_parameters) if train else 0
     activations = 0
     if train and tokens:
         activations = tokens * _activation_bytes(config.get_text_config(), activation_checkpointing, autocast)
         activations += BFLOAT16 * _matrix_elements(model) if autocast else 0
+    gathered = _gathered_elements(model, reshard_after_forward, trainable > 0) if processes > 1 else 0
     return MemoryEstimate(
         parameters=count,
-        weights=FLOAT32 * (count + (lora_parameters or 0)),
-        gradients=FLOAT32 * trainable,
-        optimizer=2 * FLOAT32 * trainable,
-        reference=FLOAT32 * count if reference and lora_parameters is None else 0,
+        weights=FLOAT32 * (count + (lora_parameters or 0)) // processes,
+        gradients=FLOAT32 * trainable // processes,
+        optimizer=2 * FLOAT32 * trainable // processes,
+        reference=FLOAT32 * count // processes if reference and lora_parameters is None else 0,
         activations=activations,
+        gathered=FLOAT32 * gathered,
     )
+
+
+def _gathered_elements(model: torch.nn.Module, reshard_after_forward: bool, train: bool) -> int:
+    """Elements of the root and of two layers, one at work and one on its way; with gradients as large again.
+
+    A layer that is not let go of between its passes stays beside all others.
+    """
+    layers = [_count(m) for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        return _count(model)
+    held = 2 * max(layers) if reshard_after_forward else sum(layers)
+    root = _count(model) - sum(layers)
+    return root + held + (max(root, max(layers)) if train else 0)
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def _matrix_elements(model: torch.nn.Module) -> int:
