@@ -160,6 +160,12 @@ def test_what_cannot_be_audited_is_one_line(run, tmp_path, capsys):
         audit(empty.read_config(), run=empty.path)
 
 
+def test_a_ratio_per_turn_is_refused(config):
+    by_turn = config.objective.model_copy(update={"ratio_span": "turn"})
+    with pytest.raises(BadInputError, match=r'objective.ratio_span = "turn": .*--objective.ratio_span trajectory'):
+        audit(config.model_copy(update={"objective": by_turn}))
+
+
 def test_rewards_without_signal_leave_the_noise_and_no_decisions(config, run):
     subject = recorded(config, run)
     subject.groups = [[dataclasses.replace(r, reward=1.0) for r in group] for group in subject.groups]

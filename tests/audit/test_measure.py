@@ -37,6 +37,7 @@ def test_differences_of_two_responses_by_hand():
     assert found.tokens.max == pytest.approx(0.5, rel=1e-5)
     assert found.tokens.p99 == pytest.approx(0.3 + 0.96 * 0.2, rel=1e-5)  # between the 4th and 5th of 5 sorted values
     assert found.identical == pytest.approx(1 / 5)
+    assert found.identical_responses == 0
     assert (found.lengths, found.responses.count) == ((4, 1), 2)
     assert found.log_ratios == pytest.approx((0.0, 0.5), abs=1e-6)
     assert (found.responses.mean, found.responses.bias) == pytest.approx((0.25, 0.25), rel=1e-5)

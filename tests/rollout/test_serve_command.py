@@ -49,3 +49,10 @@ def test_experts_are_reported_where_they_are_wanted() -> None:
     assert not {"VLLM_USE_V2_MODEL_RUNNER=1", "--enable-return-routed-experts"} & set(words()[0])
     with pytest.raises(BadInputError, match="vLLM on a CPU does not report experts"):
         words(experts=True, on_cpu=True)
+
+
+def test_batch_invariance_is_asked_for_where_vllm_has_it() -> None:
+    assert "VLLM_BATCH_INVARIANT=1" in words(batch_invariant=True)[0]
+    assert "VLLM_BATCH_INVARIANT=1" not in words()[0]
+    with pytest.raises(BadInputError, match=r"likelihoods\.batch_invariant = true: vLLM has .* for GPUs alone"):
+        words(batch_invariant=True, on_cpu=True)

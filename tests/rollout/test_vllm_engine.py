@@ -190,3 +190,16 @@ def test_experts_that_do_not_come_end_the_run(start: Any) -> None:
 def test_on_a_cpu_experts_are_refused(start: Any) -> None:
     with pytest.raises(BadInputError, match="vLLM on a CPU does not report experts"):
         start("cpu", experts={"model.layers.0.mlp": 8})
+
+
+def test_batch_invariance_is_asked_for_on_a_gpu_and_refused_on_a_cpu(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    start("cuda")
+    assert "VLLM_BATCH_INVARIANT" not in os.environ
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    start("cuda", batch_invariant=True)
+    assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
+    with pytest.raises(BadInputError, match=r"likelihoods\.batch_invariant = true: vLLM has such a mode for GPUs"):
+        start("cpu", batch_invariant=True)

@@ -23,7 +23,7 @@ from gspo.audit.subject import RewardFunction, Subject, fresh, recorded
 from gspo.audit.verdict import Verdict, judge
 from gspo.audit.weights import EngineWeights
 from gspo.config import Config
-from gspo.errors import GspoError
+from gspo.errors import BadInputError, GspoError
 from gspo.objectives import CLIP_RANGES
 from gspo.reporting.timing import StageClock
 from gspo.training.clip_range import clip_range
@@ -93,6 +93,11 @@ def audit(
 
     Raises BadInputError; GspoError where nothing could be measured.
     """
+    if config.objective.ratio_span == "turn":
+        raise BadInputError(
+            'objective.ratio_span = "turn": the audit compares ratios of whole responses and of tokens; give '
+            "--objective.ratio_span trajectory"
+        )
     config = _as_audited(config)
     if run is not None and engine_weights is None:
         subject = recorded(config, run)

@@ -56,7 +56,8 @@ class LengthBin:
 class Differences:
     """Engine against training engine at equal weights, in nats.
 
-    `identical` is the share of tokens on which both agree to the last bit. `autocorrelation[k]` is that of
+    `identical` is the share of tokens on which both agree to the last bit, `identical_responses` that of responses in
+    which they agree on every token. `autocorrelation[k]` is that of
     differences k + 1 tokens apart in one response, None where no response is long enough. `histogram` counts token
     differences between `edges`. `lengths` and `log_ratios` have one entry per response.
     """
@@ -64,6 +65,7 @@ class Differences:
     tokens: Spread
     responses: Spread
     identical: float
+    identical_responses: float
     autocorrelation: tuple[float | None, ...]
     noise: EngineNoise
     by_length: tuple[LengthBin, ...]
@@ -88,6 +90,7 @@ def measure_differences(
         tokens=_spread(tokens),
         responses=_spread(means),
         identical=float((tokens == 0).mean()),
+        identical_responses=float(((delta == 0) | ~mask).all(1)[rows].double().mean()),
         autocorrelation=tuple(autocorrelation(delta, mask, lag) for lag in range(1, LAGS + 1)),
         noise=noise,
         by_length=_by_length(lengths, means, noise),

@@ -56,10 +56,17 @@ def _differences(audit: Audit) -> Rows:
 
 def _structure(audit: Audit) -> Rows:
     found = audit.differences
+    identical = [f"{share:.1%}" for share in (found.identical, found.identical_responses)]
     lagged = ["-" if r is None else f"{r:+.2f}" for r in found.autocorrelation[:4]]
     return [
-        ["token std", "std shared by a response", "identical tokens", *(f"lag {lag}" for lag in range(1, 5))],
-        [f"{found.noise.token_std:.2g}", f"{found.noise.response_std:.2g}", f"{found.identical:.1%}", *lagged],
+        [
+            "token std",
+            "std shared by a response",
+            "identical tokens",
+            "identical responses",
+            *(f"lag {lag}" for lag in range(1, 5)),
+        ],
+        [f"{found.noise.token_std:.2g}", f"{found.noise.response_std:.2g}", *identical, *lagged],
     ]
 
 

@@ -45,6 +45,7 @@ def impossible(config: Config) -> list[str]:
     if rollout.engine == "server" and not rollout.servers:
         found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
     found += _impossible_correction(config)
+    found += _impossible_invariance(config)
     found += _impossible_credit(config)
     named = [entry.function for entry in config.reward.functions]
     if "reasoning_gym" in named and config.task.kind != "reasoning_gym":
@@ -76,6 +77,31 @@ def _impossible_correction(config: Config) -> list[str]:
         found.append(
             f'likelihoods.correction_level = "token" needs an advantage per token, and objective.name = "{name}" takes '
             'one per response; use "sequence", or objective.name = "gspo_token"'
+        )
+    return found
+
+
+def _impossible_invariance(config: Config) -> list[str]:
+    model = config.model
+    if not config.likelihoods.batch_invariant or config.rollout.engine != "transformers":
+        return []
+    found = []
+    if model.layout in ("shared", "packed"):
+        found.append(
+            f'likelihoods.batch_invariant = true cannot be with model.layout = "{model.layout}"; use "padded" or "auto"'
+        )
+    if model.dtype == "bfloat16":
+        found.append('likelihoods.batch_invariant = true cannot be with model.dtype = "bfloat16"; use "float32"')
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        found.append(
+            "likelihoods.batch_invariant = true cannot be with rollout.top_p, rollout.top_k or rollout.min_p: what "
+            "they keep is renormalised with other roundings in training; leave them out"
+        )
+    if model.compile:
+        found.append(
+            "likelihoods.batch_invariant = true cannot be with model.compile = true: compiled layers choose their own "
+            "shapes; set one of the two to false"
         )
     return found
 

@@ -175,6 +175,12 @@ class LikelihoodsConfig(Section):
         description="`recompute`: the training engine scores the responses before the update; `sampler`: those the "
         "inference engine returned, with no scoring pass.",
     )
+    batch_invariant: bool = Field(
+        False,
+        description="Compute so that no token's log-prob depends on what is computed beside it. With engine "
+        "`transformers` sampler and training engine then agree to the last bit (float32, padded layout, slower; "
+        "refused where a trial finds otherwise). vLLM is asked for its own such mode, which needs a GPU.",
+    )
     correction: Literal["none", "truncate", "mask"] = Field(
         "none",
         description="Weight responses by old / sampler for what the engines disagree by: cut at `correction_high` "

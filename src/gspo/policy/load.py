@@ -16,6 +16,7 @@ from gspo.errors import BadInputError
 from gspo.policy import adapters
 from gspo.policy.compiling import CompiledLayers
 from gspo.policy.devices import choose_autocast, choose_device, slow_autocast
+from gspo.policy.layout import LayoutKind
 from gspo.policy.memory import MemoryEstimate, check_fits, estimate_memory, free_memory
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.pretrained import load_config, load_model, load_tokenizer
@@ -33,6 +34,7 @@ def load_policy(
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     compile: bool = False,
+    batch_invariant: bool = False,
     trust_remote_code: bool = False,
     train: bool = True,
     reference: bool = False,
@@ -51,6 +53,7 @@ def load_policy(
         resume: a checkpoint of the same run, whose weights or adapter go on; `path` remains the start.
         dtype: arithmetic of the passes; see `choose_autocast`.
         compile: run the layers through `torch.compile` when scoring and updating; see `CompiledLayers`.
+        batch_invariant: no token's numbers depend on what is computed beside it; takes the padded layout.
         train: False for evaluation: nothing requires a gradient.
         reference: keep the starting weights for the KL (with LoRA they are the model with the adapter off).
         tokens: tokens of a micro-batch, for the memory estimate.
@@ -90,9 +93,18 @@ def load_policy(
             adapters.restore_lora(adapter, resume)
     placed = {"shard": sharded, "reshard_after_forward": reshard_after_forward}
     shards = place(model, target, world, **placed)
+    free_choice: LayoutKind = "padded" if batch_invariant else "shared"
     with gathered(model, layers=False):
-        findings = probe(model, "shared" if layout == "auto" else layout)
-    scorer = ScoringModel(model, findings.exact_head, findings.layout_attention, autocast, shards=shards)
+        findings = probe(model, free_choice if layout == "auto" else layout)
+    scorer = ScoringModel(
+        model,
+        # An engine has the model's own logits, and so must whoever is to agree with it to the last bit.
+        findings.exact_head and not batch_invariant,
+        findings.layout_attention,
+        autocast,
+        shards=shards,
+        batch_invariant=batch_invariant,
+    )
     frozen = None
     if reference and lora is None:
         original = load_model(resolve_path(str(path)), config, trust_remote_code, empty=not world.is_main)

@@ -15,6 +15,7 @@ from gspo.distributed.sharding import Shards
 from gspo.policy import head as heads
 from gspo.policy.adapters import adapter_off
 from gspo.policy.attention import use_layout
+from gspo.policy.batch_invariance import batch_invariant
 from gspo.policy.compiling import CompiledLayers
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
 from gspo.policy.memory import MemoryEstimate
@@ -45,7 +46,8 @@ class ScoringModel:
     tokens. `layout_attention`: the attention that computes only a layout's own blocks was proven too; else rows
     are packed or padded as `transformers` does it. `autocast`: dtype of the matrix products; None for float32.
     `compiled`: layers that take the place of the model's own in both passes. `shards`: how the model is spread over
-    the processes, where it is.
+    the processes, where it is. `batch_invariant`: a token's numbers do not depend on what is computed beside it
+    (padded layouts).
     """
 
     model: Any
@@ -54,6 +56,7 @@ class ScoringModel:
     autocast: torch.dtype | None = None
     compiled: CompiledLayers | None = None
     shards: Shards | None = None
+    batch_invariant: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +71,8 @@ class ScoringModel:
                 contexts.enter_context(use_layout(self.model, layout))
             if self.compiled is not None:
                 contexts.enter_context(self.compiled.active())
+            if self.batch_invariant:
+                contexts.enter_context(batch_invariant(self.model))
             yield
 
     def token_logprobs(

@@ -11,6 +11,7 @@ import torch
 from gspo.config import Config
 from gspo.policy.devices import choose_autocast, choose_device
 from gspo.policy.sources import resolve_path
+from gspo.rollout.vllm_format import check_batch_invariant
 from gspo.rollout.vllm_routes import check_reports_experts
 
 
@@ -29,6 +30,7 @@ def commands_of(config: Config) -> list[str]:
         max_concurrent=config.rollout.max_concurrent,
         cache_gib=config.rollout.cache_gib,
         trust_remote_code=config.model.trust_remote_code,
+        batch_invariant=config.likelihoods.batch_invariant,
         experts=config.routing.replay == "sampler",
     )
 
@@ -42,13 +44,15 @@ def serve_commands(
     max_concurrent: int,
     cache_gib: float,
     trust_remote_code: bool = False,
+    batch_invariant: bool = False,
     experts: bool = False,
 ) -> list[str]:
     """One shell command for each URL, to be run on the machine that the URL names.
 
     `VLLM_SERVER_DEV_MODE` opens the interface that replaces weights to everyone who reaches the port: keep it inside
     a private network. On a CPU compilation, which takes minutes, is left out and waiting threads do not spin. With
-    `experts` the servers report those that they used; raises BadInputError where they cannot.
+    `experts` the servers report those that they used, with `batch_invariant` a token's numbers do not depend on what is
+    computed beside it; raises BadInputError where they cannot.
 
     >>> for line in serve_commands("m", ["http://127.0.0.1:8000"], dtype="bfloat16", on_cpu=False, max_concurrent=64,
     ...                            cache_gib=4.0)[0].split(" --"):
@@ -63,6 +67,8 @@ def serve_commands(
     logprobs-mode processed_logprobs
     generation-config vllm
     """
+    if batch_invariant:
+        check_batch_invariant(on_cpu=on_cpu)
     if experts:
         check_reports_experts(on_cpu=on_cpu)
     commands = []
@@ -76,6 +82,8 @@ def serve_commands(
         if on_cpu:
             environment |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
             arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cache_gib * 2**30))]
+        if batch_invariant:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
         if experts:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
             arguments += ["--enable-return-routed-experts", "--enable-prefix-caching"]

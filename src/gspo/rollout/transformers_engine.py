@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from gspo.errors import BadInputError
+from gspo.policy.batch_invariance import batch_invariant
+from gspo.policy.head import logprobs_from_logits
 from gspo.rollout.attention import grouped
 from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
 from gspo.rollout.decoding import Decoder, Prefix, float32_head
@@ -74,12 +76,14 @@ class TransformersEngine:
         max_concurrent: int,
         autocast_dtype: torch.dtype | None = None,
         record_routes: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.max_concurrent = max_concurrent
         self.autocast_dtype = autocast_dtype
         self.record_routes = record_routes
+        self.batch_invariant = batch_invariant
         self.version = 0
         self._make_decoder: MakeDecoder | None = None
 
@@ -103,8 +107,7 @@ class TransformersEngine:
                 rollouts.append(self._rollout(row, None))
         with (
             _scoring(self.model),
-            grouped(self.model),
-            sliced(self.model),
+            self._computing(),
             self._autocast(),
             recording(self.model, self.record_routes and any(jobs)) as recorder,
         ):
@@ -157,7 +160,7 @@ class TransformersEngine:
             new, fresh = queue.admit(len(rows))
             rows += new
             logits = _joined(logits, fresh)
-            drawn = _draw(logits, rows, sampling)
+            drawn = self._draw(logits, rows, sampling)
             found = fetch(drawn, supports is not None)
             for row, (token, logprob, _) in zip(rows, found, strict=True):
                 row.extend(token, logprob, ending)
@@ -177,6 +180,14 @@ class TransformersEngine:
         if supports is not None:
             supports.close()
 
+    def _draw(self, logits: Tensor, rows: list[_Row], sampling: Sampling) -> Drawn:
+        noise = torch.tensor([row.noise[len(row.ids)] for row in rows], dtype=torch.float64)
+        drawn = draw(logits, noise.to(logits.device, non_blocking=True), sampling)
+        if not self.batch_invariant or sampling.truncated:
+            return drawn
+        scored, _ = logprobs_from_logits(logits, drawn.tokens, temperature=sampling.temperature or 1.0)
+        return drawn._replace(logprobs=scored)
+
     def _rollout(self, row: _Row, recorder: RouteRecorder | None) -> Rollout:
         failed = row.finish == "error"
         ids = () if failed else tuple(row.ids)
@@ -195,6 +206,15 @@ class TransformersEngine:
             routes=None if failed or recorder is None else recorder.routes(row.routes),
             support=None if failed or not row.support else KeptSupport.of(row.support),
         )
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        if self.batch_invariant:
+            with batch_invariant(self.model):
+                yield
+        else:
+            with grouped(self.model), sliced(self.model):
+                yield
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -261,11 +281,6 @@ def _joined(logits: Tensor | None, fresh: Sequence[Tensor]) -> Tensor:
     """The logits of the rows in flight and of those that enter; a copy only where there are both."""
     parts = [part for part in (logits, *fresh) if part is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _draw(logits: Tensor, rows: list[_Row], sampling: Sampling) -> Drawn:
-    noise = torch.tensor([row.noise[len(row.ids)] for row in rows], dtype=torch.float64)
-    return draw(logits, noise.to(logits.device, non_blocking=True), sampling)
 
 
 def _compact(alive: Sequence[bool]) -> list[int]:

@@ -18,6 +18,7 @@ from gspo.errors import BadInputError, GspoError
 from gspo.rollout.text import StopStrings
 from gspo.rollout.vllm_format import (
     Draw,
+    check_batch_invariant,
     check_sampling,
     draws,
     failed,
@@ -44,8 +45,9 @@ class VllmEngine:
 
     `path`: the `from_pretrained` folder or hub id that gives architecture and first weights; `dtype`: of weights and
     arithmetic; `max_concurrent`: sequences generated at a time; `cache_gib`: size of the key-value cache; `experts`:
-    the number of experts of each MoE layer by its name, for rollouts that carry the experts that were used (refused
-    on a CPU).
+    the number of experts of each MoE layer by its name, for rollouts that carry the experts that were used;
+    `batch_invariant`: vLLM's mode in which a token's numbers do not depend on what is computed beside it. Both are
+    refused on a CPU.
     """
 
     def __init__(
@@ -58,8 +60,12 @@ class VllmEngine:
         max_concurrent: int,
         cache_gib: float,
         trust_remote_code: bool = False,
+        batch_invariant: bool = False,
         experts: Mapping[str, int] | None = None,
     ) -> None:
+        if batch_invariant:
+            check_batch_invariant(on_cpu=device.type == "cpu")
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         self.experts = experts
         if experts is not None:
             check_reports_experts(on_cpu=device.type == "cpu")

@@ -61,6 +61,15 @@ def check_sampling(sampling: Sampling) -> None:
         )
 
 
+def check_batch_invariant(*, on_cpu: bool) -> None:
+    """Raises BadInputError on a CPU, where vLLM 0.32 takes the wish and does nothing about it."""
+    if on_cpu:
+        raise BadInputError(
+            "likelihoods.batch_invariant = true: vLLM has such a mode for GPUs alone (VLLM_BATCH_INVARIANT); set it to "
+            'false, or use rollout.engine = "transformers"'
+        )
+
+
 def problem(prompt: Prompt, context: int) -> str | None:
     """Why no response can be drawn for the prompt by an engine that holds `context` tokens; None if one can."""
     if not prompt.ids:

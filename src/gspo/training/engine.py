@@ -9,6 +9,7 @@ from gspo.policy.export import named_tensors
 from gspo.policy.model import Policy
 from gspo.policy.moe import moe_layers
 from gspo.rollout.engine import Engine
+from gspo.training.bitwise import check_bitwise
 
 
 def start_engine(policy: Policy, config: Config, version: int) -> Engine:
@@ -19,6 +20,8 @@ def start_engine(policy: Policy, config: Config, version: int) -> Engine:
     start = {"transformers": _embedded, "vllm": _vllm, "server": _servers}[config.rollout.engine]
     engine = start(policy, config)
     try:
+        if policy.scorer.batch_invariant:
+            check_bitwise(engine, policy)
         if isinstance(config.task, MultiTurnTask):
             engine = _conversations(engine, config.task, policy)
         engine.update_weights(named_tensors(policy), version)
@@ -45,6 +48,7 @@ def _embedded(policy: Policy, config: Config) -> Engine:
         max_concurrent=config.rollout.max_concurrent,
         autocast_dtype=policy.scorer.autocast,
         record_routes=config.routing.replay == "sampler",
+        batch_invariant=policy.scorer.batch_invariant,
     )
 
 
@@ -59,6 +63,7 @@ def _vllm(policy: Policy, config: Config) -> Engine:
         max_concurrent=config.rollout.max_concurrent,
         cache_gib=config.rollout.cache_gib,
         trust_remote_code=config.model.trust_remote_code,
+        batch_invariant=config.likelihoods.batch_invariant,
         experts=_experts(policy, config),
     )
 

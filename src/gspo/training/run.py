@@ -175,6 +175,7 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
         resume=checkpoint,
         layout=config.model.layout,
         compile=config.model.compile,
+        batch_invariant=config.likelihoods.batch_invariant and config.rollout.engine == "transformers",
         seed=config.run.seed,
         **_policy_settings(config, rows),
     )
