@@ -240,11 +240,23 @@ def test_impossible_combinations_are_all_named() -> None:
     lines = complaints(data)
     assert [re.sub(r"[ :].*", "", line.removeprefix("a.toml: ")) for line in lines] == [
         "training.minibatches",
-        "rollout.top_k",
         "routing.replay",
+        "rollout.top_k",
         "reward.functions",
         "reward.functions",
     ]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "server"])
+def test_vllm_reports_what_it_kept_only_under_top_k(engine: str) -> None:
+    rollout = {"engine": engine, "servers": ["http://a:1"], "top_p": 0.9}
+    evaluation = {"temperature": 0.6}
+    first, second = complaints(settings(rollout=rollout, evaluation=evaluation))
+    assert first.startswith("a.toml: rollout.top_k = 0 with rollout.top_p or rollout.min_p: vLLM reports")
+    assert second.startswith("a.toml: evaluation.top_k = 0: a vLLM that reports")
+    build_config(settings(rollout=rollout | {"top_k": 1000}))
+    build_config(settings(rollout=rollout | {"top_k": 1000}, evaluation=evaluation | {"top_k": 1000}))
+    build_config(settings(rollout=rollout | {"engine": "transformers", "servers": []}, evaluation=evaluation))
 
 
 @pytest.mark.parametrize("replay", ["old", "sampler"])

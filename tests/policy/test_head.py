@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -187,3 +189,16 @@ def test_memory_does_not_grow_with_the_number_of_tokens():
         )
         (logprobs + entropy).sum().backward()
     assert seen.size == tile
+
+
+def test_a_support_of_three_of_five_tokens_by_hand():
+    """Shares .4 .3 .15 of a temperature-2 distribution over what top-p .8 kept; gradient onehot - p, halved."""
+    shares = torch.tensor([0.05, 0.4, 0.15, 0.3, 0.1])
+    hidden = (shares.log() * 2 + 3)[None].requires_grad_()
+    support = Support(torch.tensor([1, 2, 3], dtype=torch.int32), torch.tensor([0, 3]))
+    logprobs, entropy = token_logprobs(Head(torch.eye(5)), hidden, torch.tensor([3]), temperature=2.0, support=support)
+    logprobs.sum().backward()
+    assert logprobs.item() == pytest.approx(math.log(0.3 / 0.85), abs=1e-6)
+    p = [0.4 / 0.85, 0.15 / 0.85, 0.3 / 0.85]
+    assert entropy.item() == pytest.approx(-sum(x * math.log(x) for x in p), abs=1e-6)
+    assert hidden.grad[0].tolist() == pytest.approx([0, -p[0] / 2, -p[1] / 2, (1 - p[2]) / 2, 0], abs=1e-6)

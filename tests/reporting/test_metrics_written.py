@@ -41,6 +41,7 @@ def test_the_list_of_metrics_is_what_runs_write(tmp_path: Path) -> None:
     written |= written_by_a_run(
         tmp_path,
         "turns",
+        rollout={**COMMON["rollout"], "top_k": 10},
         model={"path": str(save_words(tmp_path / "words-model", "llama"))},
         task={"kind": "multi_turn", "environment": "tests.rollout.environments:Words", "held_out": 3, "max_turns": 2},
     )

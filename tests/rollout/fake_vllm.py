@@ -46,6 +46,11 @@ def experts_of(prompt: Sequence[int], ids: Sequence[int], *, misaligned: bool = 
     return rows
 
 
+def support_of(ids: Sequence[int]) -> list[list[int]]:
+    """For each token itself and its two neighbours, in no order."""
+    return [[i + 1, i, i - 1] for i in ids]
+
+
 def _encoded(array: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, array)
@@ -56,9 +61,9 @@ class FakeVllm:
     """One server on 127.0.0.1.
 
     `faults`: names, one consumed by each request to generate: `500`, `429`, `400`, `403`, `reset`, `slow`, `text`,
-    `short`, `abort`, `infinite`, `unlabelled`, `misaligned`. `cursed`: prompts whose every request loses its
-    connection. `hold()` keeps requests waiting until `release()`. The prefix cache is real: a prompt that was seen
-    answers with the weights that it was seen with.
+    `short`, `abort`, `infinite`, `unlabelled`, `misaligned` (experts or supports). `cursed`: prompts whose every
+    request loses its connection. `hold()` keeps requests waiting until `release()`. The prefix cache is real: a prompt
+    that was seen answers with the weights that it was seen with.
     """
 
     def __init__(
@@ -69,7 +74,9 @@ class FakeVllm:
         missing: Sequence[str] = (),
         vocabulary: int = VOCABULARY,
         reports_experts: bool = False,
+        reports_supports: bool = False,
     ) -> None:
+        self.reports_supports = reports_supports
         self.reports_experts = reports_experts
         self.vocabulary = vocabulary
         self.context = context
@@ -171,6 +178,10 @@ class FakeVllm:
         }
         if self.reports_experts:
             choice["routed_experts"] = _encoded(experts_of(prompt, ids, misaligned=fault == "misaligned"))
+        if self.reports_supports:
+            assert params["temperature"] > 0
+            assert params["top_k"] > 0
+            choice["sampling_mask"] = support_of(ids)[fault == "misaligned" :]
         if fault == "short":
             entries.pop()
         if fault == "infinite":

@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from gspo.config import MultiTurnTask
 from gspo.policy.load import load_policy
 from gspo.rollout.conversation import ENVIRONMENT, ConversationEngine
+from gspo.rollout.support_checks import checked_supports
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.rollout.vllm_format import draws
 from gspo.tasks.load import load_task
@@ -220,6 +221,21 @@ def test_routes_and_versions_of_turns_are_joined() -> None:
     assert rollout.routes["gate"][:, 0].tolist() == [0] * (len(prompt.ids) + 2) + [1] * (total - len(prompt.ids) - 2)
     start = len(rollout.response_ids) - 3
     assert rollout.policy_version == (VersionSpan(0, 0), VersionSpan(start, 1))
+
+
+def test_supports_of_turns_are_joined_and_the_environment_has_none(policy: Any) -> None:
+    sampling = replace(SAMPLING, top_k=7, record_support=True)
+    rollouts = play(policy, task("Words"), sampling=sampling)
+    assert {len(r.turn_rewards or ()) for r in rollouts} >= {3}
+    assert checked_supports(rollouts, sampling) == rollouts
+    for rollout in rollouts:
+        assert rollout.support is not None
+        assert (rollout.support.counts > 0).tolist() == list(rollout.trainable)
+    scores = policy.score(policy.layout(rollouts), temperature=1.0)
+    for row, rollout in enumerate(rollouts):
+        found = scores.logprobs[row, : len(rollout.response_ids)]
+        torch.testing.assert_close(found, torch.tensor(rollout.sampler_logprobs), atol=1e-5, rtol=0)
+    assert all(r.support is None for r in play(policy, task("Words")))
 
 
 def test_vllm_draws_each_turn_with_a_seed_of_its_own() -> None:

@@ -115,3 +115,39 @@ def test_each_turn_has_noise_of_its_own_and_the_first_that_of_a_single_response(
     assert streams[0] == tuple(uniforms(1, 2, 3, 4, 5))
     assert len({values[0] for values in streams.values()}) == 4
     assert streams[1] != tuple(uniforms(1, 2, 3, 5, 5, turn=0))
+
+
+@given(
+    size=st.integers(1, 300),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 60.0]),
+    top_p=st.floats(0.01, 0.999),
+    coarse=st.booleans(),
+)
+def test_the_nucleus_is_the_shortest_run_of_likeliest_tokens_of_enough_mass(
+    size: int, seed: int, spread: float, top_p: float, coarse: bool
+) -> None:
+    logits = torch.randn(3, size, generator=torch.Generator().manual_seed(seed)) * spread
+    if coarse:  # many equals
+        logits = logits.round()
+    kept = truncate(logits, Sampling(1, top_p=top_p)) > -torch.inf
+    exact = logits.double().softmax(-1)
+    for row in range(3):
+        order = exact[row].sort(descending=True, stable=True).indices
+        count = int(kept[row].sum())
+        assert count >= 1
+        assert kept[row, order[:count]].all()
+        masses = exact[row, order].cumsum(0)
+        assert masses[count - 1] >= top_p - 1e-5
+        assert count == 1 or masses[count - 2] < top_p + 1e-5
+
+
+def test_a_nucleus_of_five_tokens_by_hand() -> None:
+    """Shares .4 .3 .15 .1 .05 and top-p .8: .4 and .7 are not enough, .85 is; the drawn one has .3 / .85."""
+    logits = torch.tensor([[0.05, 0.4, 0.15, 0.3, 0.1]]).log() * 2 + 3
+    sampling = Sampling(1, temperature=2.0, top_p=0.8)
+    token, logprob, kept = draw(logits, torch.tensor([0.7], dtype=torch.float64), sampling)
+    assert kept is not None
+    assert kept[0].tolist() == [False, True, True, True, False]
+    assert token.item() == 3  # by id the shares end at .4 / .85 = .47, .55 / .85 = .65, 1
+    assert logprob.item() == pytest.approx(math.log(0.3 / 0.85), abs=1e-6)

@@ -56,3 +56,11 @@ def test_batch_invariance_is_asked_for_where_vllm_has_it() -> None:
     assert "VLLM_BATCH_INVARIANT=1" not in words()[0]
     with pytest.raises(BadInputError, match=r"likelihoods\.batch_invariant = true: vLLM has .* for GPUs alone"):
         words(batch_invariant=True, on_cpu=True)
+
+
+def test_kept_tokens_are_reported_where_they_are_wanted() -> None:
+    command = words(supports=True)[0]
+    assert {"VLLM_USE_V2_MODEL_RUNNER=1", "--return-sampling-mask"} < set(command)
+    assert not {"VLLM_USE_V2_MODEL_RUNNER=1", "--return-sampling-mask"} & set(words()[0])
+    with pytest.raises(BadInputError, match="vLLM on a CPU does not report the tokens that it kept"):
+        words(supports=True, on_cpu=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -15,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from gspo.errors import BadInputError, GspoError
 from gspo.rollout import server_pool
 from gspo.rollout.server_engine import ATTEMPTS, ServerEngine
+from gspo.rollout.support_checks import checked_supports
 from gspo.rollout.vllm_format import Draw
 from gspo.types import Prompt, Request, Rollout, Sampling, VersionSpan
-from tests.rollout.fake_vllm import UNTRAINED, FakeVllm, experts_of, respond
+from tests.rollout.fake_vllm import UNTRAINED, FakeVllm, experts_of, respond, support_of
 
 SAMPLING = Sampling(max_tokens=6, eos_ids=(2, 3), seed=5)
 PROMPTS = [Prompt(key=str(i), content="", ids=(10 + i, 20, 30)) for i in range(4)]
@@ -355,3 +358,35 @@ def test_unwanted_experts_are_left_out(serve: Serve) -> None:
     server = FakeVllm(reports_experts=True)
     assert all(r.routes is None for r in serve(server).generate(REQUESTS, SAMPLING))
     server.die()
+
+
+TRUNCATED = replace(SAMPLING, top_p=0.9, top_k=50, record_support=True)
+
+
+def test_supports_come_with_the_responses(serve: Serve) -> None:
+    server = FakeVllm(reports_supports=True)
+    engine = serve(server, supports=True)
+    server.faults.extend(["misaligned"])
+    rollouts = engine.generate(REQUESTS, TRUNCATED)
+    assert_complete(rollouts, 1.0, 3)
+    for rollout in rollouts:
+        assert rollout.support is not None
+        parts = np.split(rollout.support.ids, rollout.support.offsets[1:-1])
+        assert [part.tolist() for part in parts] == [sorted(ids) for ids in support_of(rollout.response_ids)]
+    assert checked_supports(rollouts, TRUNCATED) == rollouts
+    assert server.drawn.total() == 1 + 12 + 1, "the misaligned answer is drawn again"
+    server.die()
+
+
+def test_greedy_evaluations_ask_for_the_only_candidate_and_take_no_support(serve: Serve) -> None:
+    server = FakeVllm(reports_supports=True)
+    rollouts = serve(server, supports=True).generate(REQUESTS[:1], replace(SAMPLING, temperature=0.0, top_p=0.5))
+    assert all(r.support is None and r.dropped is None for r in rollouts)
+    params = server.bodies[-1]["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (1.0, 1.0, 1, 0.0)
+    server.die()
+
+
+def test_servers_that_do_not_report_supports_are_refused(servers: list[FakeVllm], serve: Serve) -> None:
+    with pytest.raises(BadInputError, match=r"^rollout\.top_p.* does not report the tokens that it kept; start it as"):
+        serve(servers[0], supports=True)

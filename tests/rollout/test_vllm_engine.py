@@ -38,6 +38,7 @@ class StandIn:
         self.emptied = True
         self.reason = "length"
         self.routed: np.ndarray | None = None
+        self.kept: list[list[int]] | None = None
         self.loaded: dict[str, Tensor] = {}
         self.model_config = SimpleNamespace(max_model_len=64, get_vocab_size=lambda: 101)
 
@@ -45,10 +46,12 @@ class StandIn:
         assert len(prompts) == len(params)
         assert not use_tqdm
         self.calls.append("generate")
+        self.asked = params
         logprobs = [{7: SimpleNamespace(logprob=-1.0)}, {8: SimpleNamespace(logprob=-2.0)}]
         spans = [Span(self.version, 0, 2)]
         output = {"token_ids": [7, 8], "logprobs": logprobs, "finish_reason": self.reason, "weight_versions": spans}
         output["routed_experts"] = self.routed
+        output["sampling_mask"] = None if self.kept is None else SimpleNamespace(token_ids=self.kept)
         return [SimpleNamespace(outputs=[SimpleNamespace(**output)]) for _ in prompts]
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
@@ -203,3 +206,28 @@ def test_batch_invariance_is_asked_for_on_a_gpu_and_refused_on_a_cpu(
     assert os.environ["VLLM_BATCH_INVARIANT"] == "1"
     with pytest.raises(BadInputError, match=r"likelihoods\.batch_invariant = true: vLLM has such a mode for GPUs"):
         start("cpu", batch_invariant=True)
+
+
+def test_supports_are_asked_for_and_read(start: Any) -> None:
+    engine = start("cuda", supports=True)
+    assert engine.llm.settings["return_sampling_mask"]
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    engine.llm.kept = [[9, 7], [8]]
+    sampling = Sampling(max_tokens=2, top_k=5, record_support=True)
+    for rollout in engine.generate(REQUESTS, sampling):
+        assert rollout.support is not None
+        assert (rollout.support.ids.tolist(), rollout.support.offsets.tolist()) == ([7, 9, 8], [0, 2, 3])
+    (first, _) = engine.generate(REQUESTS, Sampling(max_tokens=2, temperature=0.0))
+    assert first.support is None
+    assert (engine.llm.asked[0]["temperature"], engine.llm.asked[0]["top_k"]) == (1.0, 1)
+    engine.llm.kept = [[9, 7]]
+    with pytest.raises(
+        GspoError, match=r"^rollout\.top_k: vLLM reports no kept tokens for each of 2 .*found 1 of them"
+    ):
+        engine.generate(REQUESTS, sampling)
+
+
+def test_supports_are_refused_on_a_cpu_and_left_out_where_unwanted(start: Any) -> None:
+    with pytest.raises(BadInputError, match=r"^rollout\.top_p, .*vLLM on a CPU does not report the tokens"):
+        start("cpu", supports=True)
+    assert not start("cuda").llm.settings["return_sampling_mask"]

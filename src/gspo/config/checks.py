@@ -19,11 +19,6 @@ def impossible(config: Config) -> list[str]:
             f"training.minibatches = {training.minibatches} does not divide rollout.prompts = {rollout.prompts}: "
             "a mini-batch is whole groups; choose a divisor"
         )
-    if rollout.top_k == 1:
-        found.append(
-            "rollout.top_k = 1: the only candidate always has log-prob 0, so that nothing could be learned; use a "
-            "larger one, or 0 for all tokens"
-        )
     objective = config.objective
     if objective.clip_low == 1 and objective.name not in ("cispo", "sapo"):
         found.append(
@@ -44,6 +39,7 @@ def impossible(config: Config) -> list[str]:
         )
     if rollout.engine == "server" and not rollout.servers:
         found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
+    found += _impossible_truncation(config)
     found += _impossible_correction(config)
     found += _impossible_invariance(config)
     found += _impossible_credit(config)
@@ -60,6 +56,28 @@ def impossible(config: Config) -> list[str]:
         )
     if named and not any(entry.weight for entry in config.reward.functions):
         found.append("reward.functions: every weight is 0, so that every reward is; give one a weight")
+    return found
+
+
+def _impossible_truncation(config: Config) -> list[str]:
+    rollout, evaluation, found = config.rollout, config.evaluation, []
+    if rollout.top_k == 1:
+        found.append(
+            "rollout.top_k = 1: the only candidate always has log-prob 0, so that nothing could be learned; use a "
+            "larger one, or 0 for all tokens"
+        )
+    if not rollout.truncated or rollout.engine == "transformers":
+        return found
+    if rollout.top_k == 0:
+        found.append(
+            "rollout.top_k = 0 with rollout.top_p or rollout.min_p: vLLM reports the tokens that it kept only where "
+            "top-k bounds their number; give one that is large enough to change little, for instance 1000"
+        )
+    if evaluation.temperature > 0 and evaluation.top_k == 0:
+        found.append(
+            "evaluation.top_k = 0: a vLLM that reports the tokens that it kept, as rollout.top_p, top_k and min_p ask "
+            "for, refuses to sample without top-k; give it a value, or set evaluation.temperature = 0"
+        )
     return found
 
 

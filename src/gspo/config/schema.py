@@ -105,12 +105,7 @@ class RolloutConfig(Section):
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")
     max_concurrent: Positive = Field(64, description="Sequences that the engine generates at a time.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; log-probs are taken at it.")
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="Nucleus sampling. Likelihoods are then taken over what `top_p`, `top_k` and `min_p` kept.",
-    )
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling; log-probs are taken over what is kept.")
     top_k: int = Field(0, ge=0, description="Sample among the k most likely tokens, 0: all.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens below this share of the most likely one.")
     stop: list[Name] = Field(default_factory=list, description="Strings that end a response.")
@@ -119,6 +114,10 @@ class RolloutConfig(Section):
         ge=0,
         description="Dynamic sampling: how many times a step may replace groups of equal rewards by new prompts.",
     )
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class ObjectiveConfig(Section):

@@ -50,8 +50,16 @@ METRICS: Mapping[str, str] = {
     "response/truncated": "Rollouts cut at `rollout.max_tokens`, over kept rollouts.",
     "conversation/turns": "Turns of the policy, mean over the kept rollouts of a multi-turn task.",
     "conversation/turn_reward/<n>": "Reward of turn n (from 0), mean over the kept rollouts that reached it.",
-    "policy/entropy": "Entropy of the policy in the updates' forward passes, in nats, mean over trainable tokens.",
-    "policy/kl": "KL to the reference policy (k3 estimate), mean over trainable tokens; with `objective.kl_weight`.",
+    "support/size": "Tokens that top-p, top-k and min-p kept, mean over the trainable tokens of kept rollouts; under "
+    "truncated sampling.",
+    "support/size_max": "Most tokens that were kept for one.",
+    "support/single": "Trainable tokens for which one alone was kept, so that they have log-prob 0 and teach nothing, "
+    "over trainable tokens.",
+    "support/unusable": "Rollouts dropped because what the engine said it kept does not fit them, over all rollouts.",
+    "policy/entropy": "Entropy of the policy in the updates' forward passes, in nats, mean over trainable tokens "
+    "(under truncated sampling that of the distribution over what was kept).",
+    "policy/kl": "KL to the reference policy (k3 estimate), mean over trainable tokens (under truncated sampling both "
+    "over what was kept); with `objective.kl_weight`.",
     "mismatch/token": "|sampler - training engine| log-prob before the update, in nats, mean over trainable tokens.",
     "mismatch/token_max": "Largest |sampler - training engine| log-prob of a trainable token.",
     "mismatch/sequence": "|mean of a response's sampler - training engine log-probs|, mean over rollouts.",

@@ -72,15 +72,30 @@ def truncate(logits: Float[Tensor, "B V"], sampling: Sampling) -> Float[Tensor, 
         kth = logits.topk(sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True, stable=True)
-        probs = ordered.softmax(-1)
-        before = probs.cumsum(-1) - probs
-        dropped = (before >= sampling.top_p).scatter(-1, order, before >= sampling.top_p)
-        logits = logits.masked_fill(dropped, -torch.inf)
+        logits = logits.masked_fill(~_nucleus(logits.softmax(-1), sampling.top_p), -torch.inf)
     if sampling.min_p > 0:
         floor = logits.amax(-1, keepdim=True) + float(np.log(sampling.min_p))
         logits = logits.masked_fill(logits < floor, -torch.inf)
     return logits
+
+
+def _nucleus(probs: Float[Tensor, "B V"], top_p: float) -> Bool[Tensor, "B V"]:
+    """True on the most likely tokens up to the one that brings their sum to `top_p`; of equals the first ids."""
+    rows, size = probs.shape
+    candidates, ids = probs, torch.arange(size, device=probs.device).expand(rows, -1)
+    if probs.device.type == "cpu":
+        # All tokens below this share have less than 1 - top_p together, so that none is kept, and sorting a whole
+        # vocabulary is slow here. On a GPU it is fast, and counting them would wait for the device.
+        row, column = (probs >= (1 - top_p) / size).nonzero(as_tuple=True)
+        counts = torch.bincount(row, minlength=rows)
+        place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+        candidates = probs.new_zeros(rows, int(counts.max()))
+        candidates[row, place] = probs[row, column]
+        ids = torch.full(candidates.shape, size).index_put_((row, place), column)
+    ordered, order = candidates.sort(descending=True, stable=True)
+    kept = (ordered.cumsum(-1) - ordered < top_p) & (ordered > 0)
+    # The column behind the vocabulary takes what only fills the rows.
+    return kept.new_zeros(rows, size + 1).scatter_(-1, ids.gather(-1, order), kept)[:, :size]
 
 
 def _inverse_cdf(

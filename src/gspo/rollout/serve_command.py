@@ -13,6 +13,7 @@ from gspo.policy.devices import choose_autocast, choose_device
 from gspo.policy.sources import resolve_path
 from gspo.rollout.vllm_format import check_batch_invariant
 from gspo.rollout.vllm_routes import check_reports_experts
+from gspo.rollout.vllm_support import check_reports_support
 
 
 def commands_of(config: Config) -> list[str]:
@@ -32,6 +33,7 @@ def commands_of(config: Config) -> list[str]:
         trust_remote_code=config.model.trust_remote_code,
         batch_invariant=config.likelihoods.batch_invariant,
         experts=config.routing.replay == "sampler",
+        supports=config.rollout.truncated,
     )
 
 
@@ -46,13 +48,15 @@ def serve_commands(
     trust_remote_code: bool = False,
     batch_invariant: bool = False,
     experts: bool = False,
+    supports: bool = False,
 ) -> list[str]:
     """One shell command for each URL, to be run on the machine that the URL names.
 
     `VLLM_SERVER_DEV_MODE` opens the interface that replaces weights to everyone who reaches the port: keep it inside
     a private network. On a CPU compilation, which takes minutes, is left out and waiting threads do not spin. With
-    `experts` the servers report those that they used, with `batch_invariant` a token's numbers do not depend on what is
-    computed beside it; raises BadInputError where they cannot.
+    `experts` the servers report those that they used, with `supports` what truncated sampling kept, with
+    `batch_invariant` a token's numbers do not depend on what is computed beside it; raises BadInputError where they
+    cannot.
 
     >>> for line in serve_commands("m", ["http://127.0.0.1:8000"], dtype="bfloat16", on_cpu=False, max_concurrent=64,
     ...                            cache_gib=4.0)[0].split(" --"):
@@ -71,6 +75,8 @@ def serve_commands(
         check_batch_invariant(on_cpu=on_cpu)
     if experts:
         check_reports_experts(on_cpu=on_cpu)
+    if supports:
+        check_reports_support(on_cpu=on_cpu)
     commands = []
     for url in urls:
         parts = urlsplit(url)
@@ -84,8 +90,11 @@ def serve_commands(
             arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(cache_gib * 2**30))]
         if batch_invariant:
             environment["VLLM_BATCH_INVARIANT"] = "1"
-        if experts:
+        if experts or supports:
             environment["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        if supports:
+            arguments.append("--return-sampling-mask")
+        if experts:
             arguments += ["--enable-return-routed-experts", "--enable-prefix-caching"]
         if trust_remote_code:
             arguments.append("--trust-remote-code")

@@ -30,6 +30,7 @@ from gspo.rollout.vllm_format import (
     with_output_head,
 )
 from gspo.rollout.vllm_routes import decode_routes, layer_numbers, read_routes
+from gspo.rollout.vllm_support import askable, read_support
 from gspo.rollout.weight_files import write_weights
 from gspo.types import Request, Rollout, Sampling, VersionSpan
 
@@ -48,7 +49,8 @@ class ServerEngine:
 
     `max_concurrent`: calls in flight over all servers; `request_timeout`: seconds after which a call is given up;
     `server_wait`: seconds to wait for a server when none is ready; `experts`: the number of experts of each MoE layer
-    by its name, for rollouts that carry the experts that were used.
+    by its name, for rollouts that carry the experts that were used; `supports`: rollouts can carry what truncated
+    sampling kept.
     """
 
     def __init__(
@@ -61,17 +63,19 @@ class ServerEngine:
         request_timeout: float,
         server_wait: float,
         experts: Mapping[str, int] | None = None,
+        supports: bool = False,
     ) -> None:
         if experts is not None:
             layer_numbers(experts)
         self.experts = experts
+        self.supports = supports
         self.tokenizer = tokenizer
         self.weights_folder = weights_folder.absolute()
         self.max_concurrent = max_concurrent
         self.request_timeout = request_timeout
         self.version = 0
         self.client = HttpClient()
-        self.pool = ServerPool(urls, self.client, wait=server_wait, experts=experts is not None)
+        self.pool = ServerPool(urls, self.client, wait=server_wait, experts=experts is not None, supports=supports)
         # Unique to this engine, so that weights that another run left on a server are never taken for ours.
         self._name = uuid.uuid4().hex[:12]
         self._weights: Weights | None = None
@@ -84,6 +88,8 @@ class ServerEngine:
         when no server has been ready for `server_wait` seconds or no weights were given yet.
         """
         check_sampling(sampling)
+        if self.supports:
+            sampling = askable(sampling)
         if self._weights is None:
             raise GspoError("the server engine has no weights yet: call update_weights before generate")
         wanted = list(draws(requests))
@@ -182,7 +188,11 @@ class _Job:
             raise ValueError(f"sampled by weights {choice['weight_versions']}, wanted {list(self.versions)}")
         logprobs = [float(entry["logprob"]) for entry in entries]
         rollout = finished(draw, ids, logprobs, choice["finish_reason"], versions, self.sampling, self.stops)
-        if self.engine.experts is None or rollout.dropped is not None:
+        if rollout.dropped is not None:
+            return rollout
+        if self.engine.supports and self.sampling.record_support:
+            rollout = replace(rollout, support=read_support(choice.get("sampling_mask"), len(ids)))
+        if self.engine.experts is None:
             return rollout
         reported = decode_routes(choice.get("routed_experts"))
         return replace(rollout, routes=read_routes(reported, self.engine.experts, rollout))

@@ -53,13 +53,16 @@ class ServerPool:
     A server at fault is lent to nobody until a thread of its own has found it healthy again and, where it has come
     back with other weights, given it the current ones; the pauses between attempts grow from 0.25 to 10 s. When no
     server has been ready for `wait` seconds, `lease` raises GspoError with what each of them last said. With
-    `experts`, servers must report those that they used.
+    `experts`, servers must report those that they used; with `supports`, what truncated sampling kept.
     """
 
-    def __init__(self, urls: Sequence[str], client: HttpClient, *, wait: float, experts: bool = False) -> None:
+    def __init__(
+        self, urls: Sequence[str], client: HttpClient, *, wait: float, experts: bool = False, supports: bool = False
+    ) -> None:
         self.client = client
         self.wait = wait
         self.experts = experts
+        self.supports = supports
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self._condition = threading.Condition()
         self._weights: Weights | None = None
@@ -219,6 +222,11 @@ class ServerPool:
             raise BadInputError(
                 f'routing.replay = "sampler": {server.url} does not report the experts that it used; start it as '
                 '`gspo serve-command` says, or use routing.replay = "old"'
+            )
+        if self.supports and choice.get("sampling_mask") is None:
+            raise BadInputError(
+                f"rollout.top_p, rollout.top_k, rollout.min_p: {server.url} does not report the tokens that it kept; "
+                "start it as `gspo serve-command` says, or set them to 1, 0 and 0"
             )
         spans = choice.get("weight_versions") or []
         if [span["version"] for span in spans] != [label]:

@@ -29,6 +29,7 @@ from gspo.rollout.vllm_format import (
     with_output_head,
 )
 from gspo.rollout.vllm_routes import check_reports_experts, layer_numbers, read_routes
+from gspo.rollout.vllm_support import askable, check_reports_support, read_support
 from gspo.types import Request, Rollout, Sampling, VersionSpan
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
@@ -45,9 +46,9 @@ class VllmEngine:
 
     `path`: the `from_pretrained` folder or hub id that gives architecture and first weights; `dtype`: of weights and
     arithmetic; `max_concurrent`: sequences generated at a time; `cache_gib`: size of the key-value cache; `experts`:
-    the number of experts of each MoE layer by its name, for rollouts that carry the experts that were used;
-    `batch_invariant`: vLLM's mode in which a token's numbers do not depend on what is computed beside it. Both are
-    refused on a CPU.
+    the number of experts of each MoE layer by its name, for rollouts that carry the experts that were used; `supports`:
+    rollouts can carry what truncated sampling kept; `batch_invariant`: vLLM's mode in which a token's numbers do not
+    depend on what is computed beside it. All three are refused on a CPU.
     """
 
     def __init__(
@@ -62,15 +63,20 @@ class VllmEngine:
         trust_remote_code: bool = False,
         batch_invariant: bool = False,
         experts: Mapping[str, int] | None = None,
+        supports: bool = False,
     ) -> None:
         if batch_invariant:
             check_batch_invariant(on_cpu=device.type == "cpu")
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         self.experts = experts
+        self.supports = supports
         if experts is not None:
             check_reports_experts(on_cpu=device.type == "cpu")
             layer_numbers(experts)
-            # Its other model runner cannot report them.
+        if supports:
+            check_reports_support(on_cpu=device.type == "cpu")
+        if experts is not None or supports:
+            # Its other model runner can report neither.
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         self.tokenizer = tokenizer
         self.version = 0
@@ -90,6 +96,7 @@ class VllmEngine:
                 generation_config="vllm",
                 enable_prefix_caching=True,
                 enable_return_routed_experts=experts is not None,
+                return_sampling_mask=supports,
                 enable_sleep_mode=self.sleeps,
                 # Compilation for a CPU takes minutes.
                 enforce_eager=device.type == "cpu",
@@ -106,6 +113,8 @@ class VllmEngine:
         Raises BadInputError for sampling settings that vLLM would not honour.
         """
         check_sampling(sampling)
+        if self.supports:
+            sampling = askable(sampling)
         possible, rollouts = [], []
         for draw in draws(requests):
             if why := self._problem(draw):
@@ -163,7 +172,15 @@ class VllmEngine:
             return self._failed(draw, f"sampled by weights {spans}, wanted version {self.version}")
         logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, ids, strict=True)]
         rollout = finished(draw, ids, logprobs, output.finish_reason, versions, sampling, stops)
-        if self.experts is None or rollout.dropped is not None:
+        if rollout.dropped is not None:
+            return rollout
+        try:
+            if self.supports and sampling.record_support:
+                mask = output.sampling_mask
+                rollout = replace(rollout, support=read_support(mask and mask.token_ids, len(ids)))
+        except ValueError as error:
+            raise GspoError(f"rollout.top_k: vLLM reports {error}; set top_p, top_k and min_p to 1, 0, 0") from None
+        if self.experts is None:
             return rollout
         try:
             return replace(rollout, routes=read_routes(output.routed_experts, self.experts, rollout))

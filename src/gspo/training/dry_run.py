@@ -13,6 +13,7 @@ from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import load_rows
 from gspo.training.clip_range import clip_range
+from gspo.training.engine import check_engine
 from gspo.training.routing_checks import check_architecture
 from gspo.training.run import check_prompts, max_prompt_tokens, preview_trained_policy
 
@@ -33,6 +34,7 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
     policy = preview_trained_policy(config, None, rows)
     warnings += slow_autocast(policy.autocast, policy.device)
     check_architecture(policy, config)
+    check_engine(config, policy.device)
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]

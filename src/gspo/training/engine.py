@@ -9,7 +9,14 @@ from gspo.policy.export import named_tensors
 from gspo.policy.model import Policy
 from gspo.policy.moe import moe_layers
 from gspo.rollout.engine import Engine
+from gspo.rollout.vllm_support import check_reports_support
 from gspo.training.bitwise import check_bitwise
+
+
+def check_engine(config: Config, device: torch.device) -> None:
+    """Raises BadInputError, before any weight is read, where the engine cannot do what the config asks of it."""
+    if config.rollout.truncated and config.rollout.engine == "vllm":
+        check_reports_support(on_cpu=device.type == "cpu")
 
 
 def start_engine(policy: Policy, config: Config, version: int) -> Engine:
@@ -65,6 +72,7 @@ def _vllm(policy: Policy, config: Config) -> Engine:
         trust_remote_code=config.model.trust_remote_code,
         batch_invariant=config.likelihoods.batch_invariant,
         experts=_experts(policy, config),
+        supports=config.rollout.truncated,
     )
 
 
@@ -79,6 +87,7 @@ def _servers(policy: Policy, config: Config) -> Engine:
         request_timeout=config.rollout.request_timeout,
         server_wait=config.rollout.server_wait,
         experts=_experts(policy, config),
+        supports=config.rollout.truncated,
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from gspo.config import Config
 from gspo.reporting.metrics import Metric, Ratio
-from gspo.rollout.engine import NOT_FINITE
+from gspo.rollout.engine import NOT_FINITE, UNUSABLE_SUPPORT
 from gspo.training.collect import Collected
 from gspo.training.credit import has_signal
 from gspo.types import Rollout
@@ -41,11 +41,26 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, Metric]:
             "reward/max": max(rewards),
             "response/length_max": max(lengths),
         }
+    if config.rollout.truncated:
+        metrics |= _support_metrics(sampled, kept)
     metrics |= _turn_metrics([rollout.turn_rewards for rollout in kept if rollout.turn_rewards is not None])
     for name in sorted({name for rollout in kept for name in rollout.rewards}):
         values = [value for rollout in kept if (value := rollout.rewards.get(name)) is not None]
         metrics[f"reward/function/{name}"] = Ratio(sum(values), len(values))
     return metrics
+
+
+def _support_metrics(sampled: Sequence[Rollout], kept: Sequence[Rollout]) -> dict[str, Metric]:
+    """How much truncated sampling left to choose from."""
+    unusable = sum((rollout.dropped or "").startswith(UNUSABLE_SUPPORT) for rollout in sampled)
+    counts = [r.support.counts[np.asarray(r.trainable, bool)] for r in kept if r.support is not None]
+    sizes = np.concatenate([np.zeros(0, np.int64), *counts])
+    metrics: dict[str, Metric] = {
+        "support/size": Ratio(int(sizes.sum()), len(sizes)),
+        "support/single": Ratio(int((sizes == 1).sum()), len(sizes)),
+        "support/unusable": Ratio(unusable, len(sampled)),
+    }
+    return metrics | ({"support/size_max": int(sizes.max())} if len(sizes) else {})
 
 
 def _turn_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, Metric]:

@@ -22,7 +22,7 @@ from gspo.tasks.stream import PromptStream
 from gspo.training.checkpoint import TrainState, find_checkpoint, load_optimizer, read_state, save_checkpoint
 from gspo.training.clip_range import clip_range
 from gspo.training.collect import Collected, Collector
-from gspo.training.engine import start_engine
+from gspo.training.engine import check_engine, start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
 from gspo.training.learner import Learner
 from gspo.training.routing_checks import check_architecture, check_routing
@@ -50,6 +50,7 @@ class Run:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows)
             check_architecture(preview, config)
+            check_engine(config, preview.device)
             self.task: Task = load_task(
                 config.task,
                 preview.tokenizer,
