@@ -205,3 +205,16 @@ def test_bitwise_agreement_is_said_and_text_is_escaped(config, run):
     text = page(hostile)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+@pytest.mark.parametrize("weights", [None, "float32"])
+def test_truncated_sampling_is_audited_over_what_it_kept(config, tmp_path, weights):
+    """A run's own rollouts and fresh ones: without the support every token would differ by what was cut off."""
+    rollout = config.rollout.model_copy(update={"top_p": 0.8, "temperature": 1.2})
+    place = config.run.model_copy(update={"dir": tmp_path})
+    truncated = config.model_copy(update={"rollout": rollout, "run": place})
+    found = audit(truncated, run=train(truncated).run, engine_weights=weights)
+    assert found.differences.tokens.max < 1e-4
+    configured, *_ = found.outcomes
+    assert (configured.outside, configured.decisions.flipped) == (0, 0)
+    assert configured.gradient.cosine == pytest.approx(1.0, abs=1e-6)

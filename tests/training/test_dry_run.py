@@ -87,3 +87,10 @@ def test_the_command_prints_the_resolved_config_and_makes_no_folder(
     assert '"steps": 3' in shown
     assert "task: 22 training prompts, 5 held out" in shown
     assert not Path("runs").exists()
+
+
+def test_truncated_sampling_by_vllm_on_a_cpu_is_refused_by_name(model: Path) -> None:
+    truncated = {"top_p": 0.9, "top_k": 50}
+    with pytest.raises(BadInputError, match=r"^rollout\.top_p, rollout\.top_k, rollout\.min_p: vLLM on a CPU does not"):
+        dry_run(config(model, rollout={**truncated, "engine": "vllm", "prompts": 4, "max_tokens": 8}), [early_words])
+    assert dry_run(config(model, rollout={**truncated, "prompts": 4, "max_tokens": 8}), [early_words])

@@ -104,3 +104,18 @@ def test_servers_are_asked_for_experts_under_the_policys_names(tmp_path: Path) -
     with pytest.raises(BadInputError, match="does not report the experts that it used"):
         start_engine(policy, replaying, version=0)
     server.die()
+
+
+def test_servers_are_asked_for_supports_where_sampling_truncates(folder: Path, tmp_path: Path) -> None:
+    policy = load_policy(str(folder))
+    server = FakeVllm(vocabulary=40, reports_supports=True)
+    for truncation, wanted in (({}, False), ({"top_p": 0.9, "top_k": 30}, True)):
+        config = settings(folder, tmp_path, engine="server", servers=[server.url], **truncation)
+        engine = start_engine(policy, config, version=0)
+        assert isinstance(engine, ServerEngine)
+        assert engine.supports == wanted
+        engine.close()
+    server.reports_supports = False
+    with pytest.raises(BadInputError, match="does not report the tokens that it kept"):
+        start_engine(policy, config, version=0)
+    server.die()

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 import gspo.training.loop as loop
 from gspo.config import build_config
+from gspo.errors import BadInputError
 from gspo.objectives import sequence_log_ratio
 from gspo.policy.load import load_policy
 from gspo.policy.model import Policy
 from gspo.policy.sampled_routes import sampled_routes
 from gspo.reporting.journal import read_rollouts, supports_file
 from gspo.rollout.transformers_engine import TransformersEngine
-from gspo.types import Prompt, Request, Rollout, Sampling
+from gspo.types import KeptSupport, Prompt, Request, Rollout, Sampling
 from tests.policy.tiny import VOCABULARY, gradients, save_tiny, worst
 from tests.training.test_loop import CutError, cut_after, lines, weights
 from tests.training.tiny_task import early_words
@@ -200,6 +201,9 @@ def test_a_run_resumed_from_the_journal_ends_at_the_same_bits(
         assert (rollout.support.counts[1:] <= 20).all()  # the first is drawn among many of the very same probability
     metrics = lines(whole.run / "metrics.jsonl")
     assert max(m["mismatch/token_max"] for m in metrics) < 1e-5
+    sizes = np.concatenate([r.support.counts for r in read_rollouts(path) if r.support is not None])
+    assert metrics[1]["sums"]["support/size"] == [sizes.sum(), len(sizes)]
+    assert (metrics[1]["support/size_max"], metrics[1]["support/unusable"]) == (sizes.max(), 0)
 
 
 def test_evaluations_record_no_support(folders: dict[str, Any], tmp_path: Any) -> None:
@@ -209,3 +213,30 @@ def test_evaluations_record_no_support(folders: dict[str, Any], tmp_path: Any) -
     path = run / "evaluations" / "step-000000.jsonl.zst"
     assert all(r.support is None for r in read_rollouts(path))
     assert not supports_file(path).exists()
+
+
+def test_an_engine_that_says_the_wrong_thing_costs_its_rollout_and_one_that_says_nothing_the_run(
+    folders: dict[str, Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = TransformersEngine.generate
+
+    def faulty(engine: Any, requests: Any, sampling: Sampling) -> list[Rollout]:
+        first, *rest = generate(engine, requests, sampling)
+        if not sampling.record_support:
+            return [first, *rest]
+        emptied = KeptSupport.of([np.zeros(0, np.int32)] * len(first.response_ids))
+        return [dataclasses.replace(first, support=emptied), *rest]
+
+    monkeypatch.setattr(TransformersEngine, "generate", faulty)
+    run = loop.train(configured(folders, tmp_path, training={"steps": 1}), reward=early_words).run
+    (line,) = lines(run / "metrics.jsonl")
+    assert line["sums"]["support/unusable"] == line["sums"]["reward/dropped"] == [1, 16]
+    (dropped, *_) = read_rollouts(run / "rollouts" / "step-000001.jsonl.zst")
+    assert dropped.dropped == "kept support is unusable: that of response token 0 is empty"
+
+    def silent(engine: Any, requests: Any, sampling: Sampling) -> list[Rollout]:
+        return generate(engine, requests, dataclasses.replace(sampling, record_support=False))
+
+    monkeypatch.setattr(TransformersEngine, "generate", silent)
+    with pytest.raises(BadInputError, match=r"^rollout\.top_p, rollout\.top_k, rollout\.min_p: the inference engine"):
+        loop.train(configured(folders, tmp_path, "silent"), reward=early_words)
