@@ -1,7 +1,6 @@
 """What the tests of sharding run in each process: a sharded policy beside a plain one of the same weights."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +43,8 @@ def everything(folder):
         figures = {}
         for name in CASES:
             plain, sharded = policies(name, folder, world)
+            if name == "dense":
+                sample_alone(sharded, world)
             figures[name] = compared(name, plain, sharded, world)
             figures[name] |= exported(plain, sharded, world, Path(folder) / "saved" / name)
             if name in ("dense", "tied", "experts", "adapter"):
@@ -62,6 +63,13 @@ def policies(name, folder, world):
     if name == "full logits":
         plain.scorer, sharded.scorer = (replace(p.scorer, exact_head=False) for p in (plain, sharded))
     return plain, sharded
+
+
+def sample_alone(sharded, world):
+    """A process without a prompt of its own runs fewer passes; the next update must not notice."""
+    with gathered(sharded.model):
+        if world.is_main:
+            drawn(sharded)
 
 
 def compared(name, plain, sharded, world):
@@ -141,27 +149,28 @@ def _equal(found, expected):
 
 def sampled(plain, sharded, world):
     """What two engines draw; here the processes call theirs a different number of times."""
-    requests = [Request(Prompt(str(n), "", tuple(range(3, 8 + n))), 2, step=1, slot=n) for n in range(3)]
-    sampling = Sampling(max_tokens=8, eos_ids=(1,), seed=5)
-    drawn = []
-    for policy, scope in ((plain, nullcontext()), (sharded, gathered(sharded.model))):
-        engine = TransformersEngine(policy.model, policy.tokenizer, max_concurrent=4)
-        with scope:
-            for _ in range(1 + world.rank):
-                responses = engine.generate(requests, sampling)
-        drawn.append(responses)
+    with gathered(sharded.model):
+        for _ in range(1 + world.rank):
+            found = drawn(sharded)
+    expected = drawn(plain)
     layout = plain.layout(random_rollouts()[:2])
     after = [p.score(layout, temperature=1.0).logprobs for p in (plain, sharded)]
     return {
-        "same responses": [r.response_ids for r in drawn[0]] == [r.response_ids for r in drawn[1]],
+        "same responses": [r.response_ids for r in found] == [r.response_ids for r in expected],
         "log-probs": max(
             abs(a - b)
-            for x, y in zip(*drawn, strict=True)
+            for x, y in zip(found, expected, strict=True)
             for a, b in zip(x.sampler_logprobs, y.sampler_logprobs, strict=True)
         ),
         "scores after": float((after[0] - after[1]).abs().max()),
         "idle after": all_sliced(sharded),
     }
+
+
+def drawn(policy):
+    requests = [Request(Prompt(str(n), "", tuple(range(3, 8 + n))), 2, step=1, slot=n) for n in range(3)]
+    engine = TransformersEngine(policy.model, policy.tokenizer, max_concurrent=4)
+    return engine.generate(requests, Sampling(max_tokens=8, eos_ids=(1,), seed=5))
 
 
 def weights(policy):

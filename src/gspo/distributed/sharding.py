@@ -116,7 +116,9 @@ def gathered(model: Any, *, layers: bool = True) -> Iterator[None]:
     finally:
         for unit in held:
             unit.set_reshard_after_forward(True, recurse=False)
-            unit.reshard()
+        if held:
+            # FSDP gathers ahead in the order of the last passes, which here may differ from process to process.
+            model.reset_iter_state()
 
 
 def parts(model: nn.Module) -> Iterator[dict[str, Tensor]]:
