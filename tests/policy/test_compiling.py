@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", ["llama+inductor+checkpointing", "llama+lora"])
+@pytest.mark.parametrize("case", ["llama+inductor+checkpointing", "llama+lora", "llama+autocast"])
 def test_compiled_layers_give_the_same_scores_and_gradients_at_every_length(case):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     found = subprocess.run(

@@ -250,7 +250,8 @@ def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, around: _Around, tiles: list[Tile], softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """With w = exp(s - L): dv = w' g, ds = w (g v' - delta), dq = ds k, dk = ds' q."""
-    d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
+    d_q = torch.empty_like(q, dtype=torch.float32)
+    d_k, d_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     for tile in tiles:
         tile_q = _rows(q, tile.queries, tile.rows)
         tile_k, tile_v = (_rows(x, tile.keys, tile.columns) for x in (k, v))
@@ -258,7 +259,10 @@ def _attend_backward(
             found = _fused_backward(tile_q, tile_k, tile_v, *around.of(tile))
         else:
             found = _tile_backward(tile_q, tile_k, tile_v, around, tile, softcap)
-        _add(d_q, tile.queries, tile.rows, found[0])
+        if tile.first:
+            _put(d_q, tile, found[0])
+        else:
+            _add(d_q, tile.queries, tile.rows, found[0])
         _add(d_k, tile.keys, tile.columns, found[1])
         _add(d_v, tile.keys, tile.columns, found[2])
     return d_q, d_k, d_v
