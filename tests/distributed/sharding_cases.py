@@ -26,6 +26,7 @@ CASES = {
     "recomputed": ("llama", {"activation_checkpointing": True}),
     "adapter": ("llama", ADAPTER),
     "full logits": ("gpt2", {}),
+    "batch invariant": ("llama", {"batch_invariant": True}),
     "experts": ("qwen3_moe", {}),
     "experts, recomputed": ("qwen3_moe", {"activation_checkpointing": True}),
     "experts, adapter": ("qwen3_moe", ADAPTER),
