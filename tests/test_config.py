@@ -290,6 +290,10 @@ def test_servers_are_needed_by_their_engine_alone() -> None:
             {"reward": {"truncated_penalty": 0.2}},
             'reward.truncated_penalty has no effect with reward.truncated = "keep"',
         ),
+        (
+            {"distributed": {"reshard_after_forward": False}},
+            'distributed.reshard_after_forward has no effect with distributed.shard = "none"',
+        ),
         ({"evaluation": {"samples": 4}}, "evaluation.samples > 1 with evaluation.temperature = 0"),
         ({"evaluation": {"top_p": 0.9}}, "evaluation.top_p, top_k and min_p have no effect"),
         ({"evaluation": {"every": 100}}, "evaluation.every = 100 with training.steps = 100"),

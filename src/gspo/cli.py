@@ -11,30 +11,39 @@ from pathlib import Path
 from typing import NoReturn
 
 from gspo import __version__
-from gspo.config import Config, load_config
+from gspo.config import load_config
 from gspo.config.flags import split_overrides, why_unknown
+from gspo.distributed.launch import is_one_of_many, run_among_others, say_why
 from gspo.errors import BadInputError, GspoError
+from gspo.training.command import INTERRUPTED, run_train
 
 _OVERRIDES = """
 Any setting of docs/settings.md can be given as a flag and wins over the file:
   --training.steps 50 --rollout.stop '["\\n"]' --task.parameters.max_terms 4
 """
-_INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input) or 130 (Ctrl-C)."""
+    """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input) or 130 (Ctrl-C).
+
+    Of the processes that `torchrun` started, the first one that fails says why, and the others end without a word.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    return run_among_others(lambda: _main(given)) if is_one_of_many() else _main(given)
+
+
+def _main(argv: list[str]) -> int:
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        return _dispatch(argv)
     except BadInputError as error:
-        _complain(error)
+        say_why(*str(error).splitlines())
         return 2
     except GspoError as error:
-        _complain(error)
+        say_why(*str(error).splitlines())
         return 1
     except KeyboardInterrupt:
-        print("gspo: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        say_why("interrupted")
+        return INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,8 +56,10 @@ def _dispatch(argv: list[str]) -> int:
     arguments, unknown = _parser().parse_known_args(words)
     if unknown:
         raise BadInputError(why_unknown(unknown[0]))
+    if is_one_of_many() and arguments.command != "train":
+        raise BadInputError(f"gspo {arguments.command} runs in one process; start it without torchrun")
     if arguments.command == "train":
-        return _train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
+        return run_train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
     if arguments.command == "export":
         return _export(arguments.model, arguments.folder)
     if arguments.command == "serve-command":
@@ -160,62 +171,12 @@ def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
     audit.add_argument("--html", type=Path, metavar="FILE", help="write a page with plots")
 
 
-def _train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
-    from gspo.reporting.run_folder import RunFolder
-    from gspo.reporting.trackers import check_trackers
-
-    if resume is not None:
-        if path is not None:
-            raise BadInputError(f"{path}: --resume goes on under the run's own config; leave the file out")
-        folder = RunFolder.open(resume)
-        config = folder.read_config(overrides)
-    else:
-        if path is None:
-            raise BadInputError("CONFIG.toml: missing; give a config file, or a run to go on with: --resume RUN")
-        config = load_config(path, overrides)
-        folder = RunFolder.planned(config, default_name=path.stem)
-        run = config.run.model_copy(update={"name": folder.path.name})
-        config = config.model_copy(update={"run": run})
-    check_trackers(config.tracking)
-    if dry_run:
-        return _dry_run(config)
-    from gspo.training.loop import train
-
-    try:
-        train(config, resume=resume)
-    except KeyboardInterrupt:
-        _say_how_to_go_on(folder.path)
-        return _INTERRUPTED
-    from rich.console import Console
-
-    from gspo.reporting.run_summary import print_result
-
-    print_result(Console(), folder, config)
-    return 0
-
-
 def _serve_command(path: Path, overrides: Mapping[str, str]) -> int:
     config = load_config(path, overrides)
     from gspo.rollout.serve_command import commands_of
 
     print("\n".join(commands_of(config)))
     return 0
-
-
-def _dry_run(config: Config) -> int:
-    print(config.model_dump_json(indent=2))
-    from gspo.training.dry_run import dry_run
-
-    for line in dry_run(config):
-        print(line)
-    return 0
-
-
-def _say_how_to_go_on(run: Path) -> None:
-    from gspo.reporting.run_folder import RunFolder
-
-    how = f"go on with: gspo train --resume {run}" if RunFolder.is_run(run) else "nothing was begun; start again"
-    print(f"gspo: interrupted; {how}", file=sys.stderr)
 
 
 def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
@@ -288,8 +249,3 @@ def _export(model: str, folder: Path) -> int:
     partial.replace(folder)
     print(f"model: {folder}")
     return 0
-
-
-def _complain(error: GspoError) -> None:
-    for line in str(error).splitlines():
-        print(f"gspo: {line}", file=sys.stderr)

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
@@ -32,31 +33,27 @@ def run_processes(function, size, *arguments, seconds=120):
 
     A process that does not end in time fails the test, and so does one that raises.
     """
-    started = start_processes(function, size, *arguments)
-    try:
-        answers = [process.communicate(timeout=seconds) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, answers, strict=True):
-        assert process.returncode == 0, errors
-    return [json.loads(output.splitlines()[-1]) for output, _ in answers]
-
-
-def start_processes(function, size, *arguments):
-    """The processes themselves, with pipes for what they say."""
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.processes", function, *arguments],
-            env=environment(rank, size, port),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [Path(folder) / f"{rank}.json" for rank in range(size)]
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.distributed.processes", str(answer), function, *arguments],
+                env=environment(rank, size, port),
+                cwd=REPOSITORY,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, answer in enumerate(answers)
+        ]
+        try:
+            errors = [process.communicate(timeout=seconds)[1] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for process, said in zip(started, errors, strict=True):
+            assert process.returncode == 0, said
+        return [json.loads(answer.read_text()) for answer in answers]
 
 
 def free_port():
@@ -66,5 +63,5 @@ def free_port():
 
 
 if __name__ == "__main__":
-    module, _, name = sys.argv[1].partition(":")
-    print(json.dumps(getattr(importlib.import_module(module), name)(*sys.argv[2:])))
+    module, _, name = sys.argv[2].partition(":")
+    Path(sys.argv[1]).write_text(json.dumps(getattr(importlib.import_module(module), name)(*sys.argv[3:])))

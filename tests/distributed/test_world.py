@@ -30,6 +30,17 @@ def test_three_processes_sum_gather_and_hear_the_main_one():
         assert s["told"] == {"said by": 0}
 
 
+def test_a_process_that_does_not_answer_is_given_up_after_the_timeout():
+    said, seconds = run_processes("tests.distributed.world_cases:lose_the_other", 2, seconds=90)[0]
+    assert said.startswith("another process of the job ended, or did not answer within distributed.timeout (")
+    assert 2.5 < seconds < 9
+
+
+def test_gradients_are_summed_and_those_that_nobody_has_stay_away():
+    for found in run_processes("tests.distributed.world_cases:sum_some_gradients", 2, seconds=90):
+        assert found == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], [3.0] * 4, 5.0, None]
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [

@@ -260,7 +260,7 @@ def test_the_routing_figures_are_those_of_plain_forwards(folder, tmp_path):
     policy, groups = learner.policy, rewarded([1.0, 0.0, 0.5, 0.0, 1.0, 1.0])
     rollouts = [rollout for group in groups for rollout in group]
     (minibatch,) = learner.prepare(make_batch(groups, learner.config), UpdateMetrics())
-    watch = RoutingMetrics(policy, 1.0, minibatch.micro_batches)
+    watch = RoutingMetrics(policy, 1.0, minibatch, World())
     with torch.no_grad():
         old, (before, _) = plain_routing(policy.model, rollouts), plain_scores(policy.model, rollouts, 1.0)
         disturb_routers(policy.model)

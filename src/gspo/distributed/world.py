@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,19 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo.errors import BadInputError
+from gspo.errors import BadInputError, GspoError
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 1800.0
 
 
+class LostProcessError(GspoError):
+    """Another process of the job ended, or did not answer in time. Why it did is its own to say."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """`size` processes, of which this is number `rank`. Size 1 is the default and needs no launcher.
 
-    Every method but `close` is a collective where `size` exceeds 1: all processes call it, in the same order, or all
-    of them end with an error, at the latest after the timeout. What is passed between them is pickled in memory; it
+    Every method but `close` is a collective where `size` exceeds 1: all processes call it, in the same order, or they
+    end with LostProcessError, at the latest after the timeout. What is passed between them is pickled in memory; it
     comes from the job's own processes and from nowhere else.
     """
 
@@ -66,12 +71,13 @@ class World:
             torch.cuda.set_device(local_rank)
         owns = not dist.is_initialized()
         if owns:
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                timeout=timedelta(seconds=timeout),
-                rank=rank,
-                world_size=size,
-            )
+            with _together():
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+                    timeout=timedelta(seconds=timeout),
+                    rank=rank,
+                    world_size=size,
+                )
         return cls(rank, size, local_rank, owns)
 
     @property
@@ -84,34 +90,58 @@ class World:
         if self.size == 1:
             return tensor
         total = tensor.detach().clone()
-        dist.all_reduce(total)
+        self.add_up(total)
         return total
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over all processes."""
+        if self.size > 1:
+            with _together():
+                dist.all_reduce(tensor)
 
     def gather(self, items: Sequence[T]) -> list[T]:
         """The items of all processes on every process, those of rank 0 first."""
         if self.size == 1:
             return list(items)
         parts: list[Any] = [None] * self.size
-        dist.all_gather_object(parts, list(items))
+        with _together():
+            dist.all_gather_object(parts, list(items))
         return [item for part in parts for item in part]
 
     def broadcast(self, value: T) -> T:
         """The main process's value on every process."""
-        if self.size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return self.from_main(lambda: value)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What `make` returns in the main process, the only one to call it, on every process."""
+        box: list[Any] = [make() if self.is_main else None]
+        if self.size > 1:
+            with _together():
+                dist.broadcast_object_list(box, src=0)
+        made: T = box[0]
+        return made
 
     def barrier(self) -> None:
         """Waits until every process is here."""
-        if self.size > 1:
-            self.sum(torch.zeros(1))
+        self.add_up(torch.zeros(1))
 
     def close(self) -> None:
         """Leaves the process group, if this world made it; processes that still wait for this one end then."""
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise LostProcessError(
+            f"another process of the job ended, or did not answer within distributed.timeout ({reason})"
+        ) from error
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -249,13 +249,14 @@ def split_micro_batches(rollouts: Sequence[Rollout], max_tokens: int, kind: Layo
         parts = [part for members in groups.values() for part in _split_group(rollouts, members, max_tokens)]
     else:
         parts = [[index] for members in groups.values() for index in members]
-    costs = [_cost(rollouts, part, kind) for part in parts]
+    costs = [fed_tokens(rollouts, part, kind) for part in parts]
     if kind == "padded":
         return _fill_padded(parts, costs, max_tokens)
     return _fill_balanced(parts, costs, max_tokens)
 
 
-def _cost(rollouts: Sequence[Rollout], part: Iterable[int], kind: LayoutKind) -> int:
+def fed_tokens(rollouts: Sequence[Rollout], part: Iterable[int], kind: LayoutKind) -> int:
+    """How many tokens a part of the rollouts feeds, padding left out; one that shares its prompt is of one group."""
     part = list(part)
     if kind == "shared":
         return len(rollouts[part[0]].prompt.ids) + sum(_fed_response(rollouts[i]) for i in part)

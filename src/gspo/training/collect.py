@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gspo.config import Config
+from gspo.distributed.world import World
 from gspo.errors import GspoError
 from gspo.rewards.runner import RewardRunner
 from gspo.rollout.engine import Engine
 from gspo.rollout.support_checks import checked_supports
 from gspo.tasks.stream import PromptStream
 from gspo.training.credit import has_signal
+from gspo.training.sampling import sample
 from gspo.types import Request, Rollout, Sampling
 
 
@@ -30,16 +32,26 @@ class Collected:
 
 
 class Collector:
-    """Samples G responses for each of P prompts and scores them."""
+    """Samples G responses for each of P prompts and scores them; of several processes, each its part of the prompts.
+
+    All processes hold the same `stream` and get the same groups.
+    """
 
     def __init__(
-        self, stream: PromptStream, engine: Engine, rewards: RewardRunner, config: Config, sampling: Sampling
+        self,
+        stream: PromptStream,
+        engine: Engine,
+        rewards: RewardRunner,
+        config: Config,
+        sampling: Sampling,
+        world: World | None = None,
     ) -> None:
         self.stream = stream
         self.engine = engine
         self.rewards = rewards
         self.config = config
         self.sampling = sampling
+        self.world = world or World()
 
     def collect(self, step: int, journal: Sequence[Rollout] = ()) -> Collected:
         """The step's groups. Those without signal are replaced up to `resample_without_signal` times.
@@ -72,10 +84,13 @@ class Collector:
             if slot not in known
         ]
         groups = dict(known)
-        drawn = self.engine.generate(requests, self.sampling) if requests else []
-        for rollout in self.rewards.score(checked_supports(drawn, self.sampling)):
-            groups.setdefault(rollout.slot, []).append(rollout)
+        if requests:
+            for rollout in sample(self.engine, requests, self.sampling, self._score, self.world):
+                groups.setdefault(rollout.slot, []).append(rollout)
         return [groups[slot] for slot in slots]
+
+    def _score(self, drawn: Sequence[Rollout]) -> list[Rollout]:
+        return self.rewards.score(checked_supports(drawn, self.sampling))
 
     def _check_dropped(self, step: int, rollouts: Sequence[Rollout]) -> None:
         reasons = Counter(r.dropped for r in rollouts if r.dropped is not None)

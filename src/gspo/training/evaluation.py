@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from gspo.config import Config
+from gspo.distributed.world import World
 from gspo.rollout.engine import Engine
+from gspo.training.sampling import Score, sample
 from gspo.types import Prompt, Request, Rollout, Sampling
 
 _RESAMPLES = 10_000
@@ -72,18 +74,19 @@ def evaluation_sampling(config: Config, eos_ids: Sequence[int]) -> Sampling:
 def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    score: Callable[[Sequence[Rollout]], list[Rollout]],
+    score: Score,
     *,
     sampling: Sampling,
     samples: int = 1,
     correct_at: float = 1.0,
+    world: World | None = None,
 ) -> Evaluation:
-    """Draws `samples` responses per prompt, scores them and counts the correct ones.
+    """Draws `samples` responses per prompt, scores them and counts the correct ones; all processes get the same.
 
     Every call draws with the same noise (step 0), so that two evaluations differ by the policy alone.
     """
     requests = [Request(prompt, samples, step=0, slot=slot) for slot, prompt in enumerate(prompts)]
-    rollouts = score(engine.generate(requests, sampling))
+    rollouts = sample(engine, requests, sampling, score, world or World())
     return summarize(prompts, rollouts, sampling=sampling, samples=samples, correct_at=correct_at)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gspo.config import Config
+from gspo.distributed.gradients import sum_gradients
 from gspo.distributed.world import World
 from gspo.objectives import LOSSES, Totals, kl_k3, token_mean
 from gspo.policy.layout import LayoutKind
@@ -18,9 +19,10 @@ from gspo.policy.routing_probe import why_unobservable
 from gspo.policy.sampled_routes import prompt_routes_agree, sampled_routes
 from gspo.training.clip_range import clip_range
 from gspo.training.correction import corrected, correction_of
+from gspo.training.division import divide
 from gspo.training.load_balancing import load_balancing, observed
 from gspo.training.minibatch import MicroBatch, MiniBatch
-from gspo.training.optimizer import learning_rate, make_optimizer
+from gspo.training.optimizer import clip_gradients, learning_rate, make_optimizer
 from gspo.training.routing_metrics import routing_metrics
 from gspo.training.update_metrics import UpdateMetrics
 from gspo.types import Batch, Scores
@@ -66,6 +68,7 @@ class Learner:
                 micro.routes = scores.routes or micro.routes
                 self._recomputed(micro.batch, scores, metrics)
                 metrics.mismatch(scores, micro.batch)
+            self._take_part(minibatches[1:])
         else:
             for micro in _micro_batches(minibatches):
                 micro.batch.old_logprobs = micro.batch.sampler_logprobs
@@ -73,42 +76,55 @@ class Learner:
             for micro in _micro_batches(minibatches):
                 reference = self.policy.reference(micro.layout, temperature=self.config.rollout.temperature)
                 micro.batch.reference_logprobs = reference.logprobs
+            self._take_part(minibatches, reference=True)
         return minibatches
 
     def update(self, step: int, minibatches: list[MiniBatch], metrics: UpdateMetrics) -> None:
         """One optimizer update per mini-batch and epoch; `step` counts rollout batches from 1."""
         training = self.config.training
         total = training.steps * training.epochs * training.minibatches
-        routing = routing_metrics(self.policy, self.config, step, minibatches) if self._measures_routing else None
+        unmoved = self.version == 0  # a weak policy may have steps without any signal before its first update
+        routing = None
+        if self._measures_routing:
+            routing = routing_metrics(self.policy, self.config, step, minibatches, self.world)
         for epoch in range(training.epochs):
             for minibatch in minibatches:
                 place = ((step - 1) * training.epochs + epoch) * training.minibatches + minibatch.number
                 rate = learning_rate(self.config.optimizer, place, total)
                 fresh = epoch == 0 and minibatch is minibatches[0]
-                first = fresh and self.version == 0  # a weak policy may have steps without any signal before it
                 self._apply(minibatch, rate, fresh, metrics)
                 if fresh and routing is not None:
                     routing.after("first")
-                if first and self.config.objective.name in ("gspo", "gspo_token"):
-                    metrics.judge_clip_range(self.clip_low, self.clip_high)
+        metrics.merge(self.world)
+        if unmoved and self.config.objective.name in ("gspo", "gspo_token"):
+            metrics.judge_clip_range(self.clip_low, self.clip_high)
         if routing is not None:
             routing.after("last")
             metrics.routing = routing.as_metrics()
 
     def cut(self, batch: Batch) -> Iterable[MiniBatch]:
-        """The batch's mini-batches, of whole groups, each cut into what one forward pass holds."""
+        """The batch's mini-batches, of whole groups: this process's part of each, cut into what one pass holds."""
         size = self.config.rollout.prompts // self.config.training.minibatches
         kind = self._layout_kind(batch)
         for number in range(self.config.training.minibatches):
             rows = ((batch.group_ids >= number * size) & (batch.group_ids < (number + 1) * size)).nonzero()[:, 0]
             part = batch.select(rows.tolist())
-            chosen = self.policy.micro_batches(part.rollouts, self.config.training.micro_batch_tokens, kind=kind)
-            sequences, tokens = self.world.sum(torch.tensor([len(part), int(part.mask.sum())])).tolist()
+            shares = divide(part.rollouts, self.world.size, kind)
+            cuts = [self._cut_share(part, share, kind) for share in shares]
             yield MiniBatch(
                 number=number,
-                micro_batches=[self._micro_batch(part.select(indices), kind) for indices in chosen],
-                totals=Totals(sequences=sequences, tokens=tokens),
+                micro_batches=[self._micro_batch(part.select(indices), kind) for indices in cuts[self.world.rank]],
+                totals=Totals(sequences=len(part), tokens=int(part.mask.sum())),
+                passes=max(map(len, cuts)),
+                response_tokens=sum(len(rollout.response_ids) for rollout in part.rollouts),
+                has_signal=bool((_by_token(part.advantages, part.mask) != 0).any()),
             )
+
+    def _cut_share(self, part: Batch, share: list[int], kind: LayoutKind) -> list[list[int]]:
+        """The rows of each of one process's forward passes."""
+        rollouts = [part.rollouts[row] for row in share]
+        chosen = self.policy.micro_batches(rollouts, self.config.training.micro_batch_tokens, kind=kind)
+        return [[share[index] for index in indices] for indices in chosen]
 
     def _micro_batch(self, batch: Batch, kind: LayoutKind) -> MicroBatch:
         layout = self.policy.layout(batch.rollouts, kind=kind)
@@ -125,9 +141,7 @@ class Learner:
 
     def _has_effect(self, minibatch: MiniBatch) -> bool:
         weights = self.config.objective.kl_weight, self.config.routing.load_balancing_weight
-        if any(weights) and minibatch.totals.tokens > 0:
-            return True
-        return any(bool((_by_token(m.batch.advantages, m.batch.mask) != 0).any()) for m in minibatch.micro_batches)
+        return minibatch.has_signal or (any(weights) and minibatch.totals.tokens > 0)
 
     def _apply(self, minibatch: MiniBatch, rate: float, fresh: bool, metrics: UpdateMetrics) -> None:
         """One optimizer update. `fresh`: the weights are still those that define the old policy."""
@@ -155,7 +169,10 @@ class Learner:
             metrics.replayed(scores, micro.layout.fed_tokens)
             if fresh:
                 metrics.mismatch(scores, micro.batch)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.max_grad_norm))
+        self._take_part([minibatch], backward=True)
+        if not self.policy.sharded:
+            sum_gradients(self._parameters, self.world)
+        norm = clip_gradients(self._parameters, self.config.optimizer.max_grad_norm)
         metrics.update(norm, rate)
         if not math.isfinite(norm):
             return
@@ -163,6 +180,11 @@ class Learner:
             group["lr"] = rate
         self.optimizer.step()
         self.version += 1
+
+    def _take_part(self, minibatches: Sequence[MiniBatch], *, backward: bool = False, reference: bool = False) -> None:
+        """Makes up for the passes over these mini-batches that other processes make and this one does not."""
+        for _ in range(sum(minibatch.passes - len(minibatch.micro_batches) for minibatch in minibatches)):
+            self.policy.take_part(backward=backward, reference=reference)
 
     def _recomputed(self, batch: Batch, scores: Scores, metrics: UpdateMetrics) -> None:
         """Takes the old log-probs from the training engine, and corrects for those that the responses came from."""

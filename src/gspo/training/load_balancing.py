@@ -46,9 +46,10 @@ def load_balancing(policy: Policy, minibatch: MiniBatch, config: Config, world: 
         return None
     layers = moe_layers(policy.model)
     counts = {name: torch.zeros(layer.num_experts, device=policy.device) for name, layer in layers.items()}
-    for micro in minibatch.micro_batches:
-        if len(micro.layout.source) == 0:
-            continue
+    scored = [micro for micro in minibatch.micro_batches if len(micro.layout.source)]
+    missing = sum(micro.routes is None for micro in scored)
+    idle = minibatch.passes - missing if int(world.sum(torch.tensor(missing))) > 0 else 0
+    for micro in scored:
         routes = micro.routes
         if routes is None:
             temperature = config.rollout.temperature
@@ -57,7 +58,10 @@ def load_balancing(policy: Policy, minibatch: MiniBatch, config: Config, world: 
             micro.routes = routes if config.routing.replay != "off" else None
         for name, indices in routes.items():
             counts[name] += expert_counts(indices[micro.layout.source], layers[name].num_experts)
-    return LoadBalancing(weight, {name: world.sum(count) for name, count in counts.items()}, minibatch.totals.tokens)
+    for _ in range(idle):  # the other processes may have more to count
+        policy.take_part()
+    summed = torch.split(world.sum(torch.cat(list(counts.values()))), [len(count) for count in counts.values()])
+    return LoadBalancing(weight, dict(zip(counts, summed, strict=True)), minibatch.totals.tokens)
 
 
 def observed(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gspo.config import Config
+from gspo.distributed.world import World
 from gspo.policy.export import named_tensors
 from gspo.reporting.metrics import Metric
 from gspo.reporting.timing import StageClock, peak_memory_bytes
@@ -59,7 +60,7 @@ def train(
     Args:
         config: all settings; see `load_config` and `build_config`.
         reward: reward functions besides those of the config, `f(prompts, completions, completion_ids, **columns)`.
-        callbacks: called after every step with a `StepResult`.
+        callbacks: called after every step with a `StepResult`; of several processes, by the main one alone.
         resume: folder of a run to continue from its last checkpoint.
 
     Raises:
@@ -67,14 +68,15 @@ def train(
         GspoError: the run cannot go on.
     """
     functions = () if reward is None else (reward,) if callable(reward) else tuple(reward)
-    with closing(Run(config, functions, resume)) as run:
+    world = World.from_environment(config.distributed.timeout, device=config.model.device)
+    with closing(world), closing(Run(config, functions, resume, world)) as run:
         before = run.evaluate() if run.state.step == 0 else None
         after, checkpoint = before, None
         while run.state.step < config.training.steps:
             result = _step(run)
             after = run.evaluate() if run.evaluation_is_due() else after
             checkpoint = run.save_if_due() or checkpoint
-            for callback in callbacks:
+            for callback in callbacks if world.is_main else ():
                 callback(result)
         return TrainResult(run.folder.path, checkpoint or latest_checkpoint(run.folder.path), before, after)
 
@@ -103,7 +105,7 @@ def _step(run: Run) -> StepResult:
     sampled = sum(len(rollout.response_ids) for rollout in collected.sampled)
     trained = sum(len(rollout.response_ids) for rollout in batch.rollouts)
     rescored = minibatches[1:] if config.likelihoods.old == "recompute" else []
-    scored = sum(len(r.response_ids) for m in rescored for micro in m.micro_batches for r in micro.batch.rollouts)
+    scored = sum(minibatch.response_tokens for minibatch in rescored)
     tokens = {"rollout": sampled, "score": scored, "update": trained}
-    run.recorder.timings(step, clock.seconds, tokens, peak_memory_bytes())
+    run.recorder.timings(step, clock.seconds, tokens, max(run.world.gather([peak_memory_bytes()])))
     return StepResult(step, metrics, batch.rollouts)

@@ -21,8 +21,16 @@ class MicroBatch:
 
 @dataclass(slots=True)
 class MiniBatch:
-    """The rollouts of one optimizer update, with the denominators of its loss."""
+    """The rollouts of one optimizer update, with the denominators of its loss.
+
+    Of several processes each holds its own `micro_batches` alone; all else is of the whole mini-batch: `passes` is
+    how many micro-batches the process with the most has, `response_tokens` counts those of every rollout, and
+    `has_signal` says whether any trainable token has an advantage.
+    """
 
     number: int
     micro_batches: list[MicroBatch]
     totals: Totals
+    passes: int
+    response_tokens: int
+    has_signal: bool

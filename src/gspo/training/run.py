@@ -34,12 +34,10 @@ RewardFunction = Callable[..., Any]
 class Run:
     """Everything that a training run is made of. Cheap checks come first: nothing heavy loads for a bad setting."""
 
-    def __init__(self, config: Config, functions: Sequence[RewardFunction], resume: Path | None) -> None:
+    def __init__(self, config: Config, functions: Sequence[RewardFunction], resume: Path | None, world: World) -> None:
         self.config = config
-        self.world = World()
-        self.folder = RunFolder.planned(config) if resume is None else RunFolder.open(resume)
-        checkpoint = None if resume is None else find_checkpoint(resume)
-        self.state = TrainState() if checkpoint is None else read_state(checkpoint)
+        self.world = world
+        self.folder, checkpoint, self.state = world.from_main(lambda: _start(config, resume))
         clip_range(config.objective)
         rows = load_rows(config.task, seed=config.run.seed)
         check_prompts(config, rows)
@@ -50,7 +48,7 @@ class Run:
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows)
             check_architecture(preview, config)
-            check_engine(config, preview.device)
+            check_engine(config, preview.device, world)
             self.task: Task = load_task(
                 config.task,
                 preview.tokenizer,
@@ -58,19 +56,20 @@ class Run:
                 max_prompt_tokens=max_prompt_tokens(config, preview.context_length),
                 rows=rows,
             )
-            self.policy = load_trained_policy(config, checkpoint, rows)
+            self.policy = load_trained_policy(config, checkpoint, rows, world)
             check_routing(self.policy.model, config.routing)
             self.learner = Learner(self.policy, config, world=self.world)
             if checkpoint is not None:
                 load_optimizer(checkpoint, self.policy, self.learner, self.state.version)
-            self.engine: Engine = opened.enter_context(closing(make_engine(self.policy, config, self.state.version)))
+            engine = make_engine(self.policy, config, self.state.version, world)
+            self.engine: Engine = opened.enter_context(closing(engine))
             stream = PromptStream(self.task.train, config.run.seed, self.state.cursor)
             self.collector = Collector(
-                stream, self.engine, self.rewards, config, training_sampling(config, self.policy)
+                stream, self.engine, self.rewards, config, training_sampling(config, self.policy), world
             )
-            if resume is None:
+            if world.is_main and resume is None:
                 self.folder.make(config)
-            else:
+            elif world.is_main:
                 self.folder.change(config, self.state.step)
             # Without a checkpoint even the evaluation before the first step is done again.
             done = self.state.step if checkpoint is not None else -1
@@ -89,7 +88,7 @@ class Run:
     def collect(self, step: int) -> Collected:
         """The step's scored groups; taken from the journal where an interrupted process had finished them."""
         self.recorder.stage("rollout")
-        journal = self.recorder.read_step(step) or []
+        journal = self.world.from_main(lambda: self.recorder.read_step(step)) or []
         current = [r for r in journal if r.policy_version[0].version == self.learner.version]
         return self.collector.collect(step, current)
 
@@ -115,6 +114,7 @@ class Run:
             sampling=evaluation_sampling(self.config, self.policy.eos_ids),
             samples=self.config.evaluation.samples,
             correct_at=self.config.reward.correct_at,
+            world=self.world,
         )
         self.recorder.evaluation(self.state.step, evaluation)
         accuracy = evaluation.accuracy.value
@@ -146,13 +146,26 @@ class Run:
         scorer, layout = self.policy.scorer, self.policy.layout_kind
         precision = "float32" if scorer.autocast is None else f"{str(scorer.autocast).removeprefix('torch.')} autocast"
         memory = [] if self.policy.memory is None else [f"memory: {self.policy.memory}"]
+        together = []
+        if self.world.size > 1:
+            part = "a slice of" if self.policy.sharded else "the whole"
+            together = [f"processes: {self.world.size}, each with {part} policy and its share of the rollouts"]
         return [
+            *together,
             f"policy: {self.config.model.path} on {self.policy.device}, float32 weights, {precision}, {layout} layout",
             *memory,
             f"task: {len(self.task.train)} training prompts, {len(self.task.held_out)} held out, none in both",
             *self.policy.notes,
             *self.task.notes,
         ]
+
+
+def _start(config: Config, resume: Path | None) -> tuple[RunFolder, Path | None, TrainState]:
+    """The folder of the run, the checkpoint that it goes on from, and where that stood."""
+    if resume is None:
+        return RunFolder.planned(config), None, TrainState()
+    folder, checkpoint = RunFolder.open(resume), find_checkpoint(resume)
+    return folder, checkpoint, TrainState() if checkpoint is None else read_state(checkpoint)
 
 
 def check_prompts(config: Config, rows: Rows) -> None:
@@ -169,7 +182,7 @@ def preview_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) 
     return preview_policy(config.model.path, resume=checkpoint, **_policy_settings(config, rows))
 
 
-def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Policy:
+def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, world: World | None = None) -> Policy:
     """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
     return load_policy(
         config.model.path,
@@ -178,6 +191,9 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> 
         compile=config.model.compile,
         batch_invariant=config.likelihoods.batch_invariant and config.rollout.engine == "transformers",
         seed=config.run.seed,
+        world=world,
+        shard=config.distributed.shard,
+        reshard_after_forward=config.distributed.reshard_after_forward,
         **_policy_settings(config, rows),
     )
 
@@ -202,9 +218,9 @@ def _largest_micro_batch(config: Config, rows: Rows) -> int:
     return min(config.training.micro_batch_tokens, per_update * (longest + turns * config.rollout.max_tokens))
 
 
-def make_engine(policy: Policy, config: Config, version: int = 0) -> Engine:
+def make_engine(policy: Policy, config: Config, version: int = 0, world: World | None = None) -> Engine:
     """The inference engine that the config names, holding the policy's weights as `version`."""
-    return start_engine(policy, config, version)
+    return start_engine(policy, config, version, world)
 
 
 def training_sampling(config: Config, policy: Policy) -> Sampling:

@@ -1,0 +1,90 @@
+"""`gspo train`: from a config or a run to go on with, to a finished run or the reason why there is none.
+
+Nothing heavy is imported before the config is known to be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from gspo.config import Config, load_config
+from gspo.distributed.launch import is_one_of_many, say_why
+from gspo.errors import BadInputError
+from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.trackers import check_trackers
+
+INTERRUPTED = 130
+"""What a shell reports of a program that Ctrl-C ended."""
+
+
+def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
+    """Trains, or says what training would do (`dry_run`); the exit status is 0, or 130 after Ctrl-C.
+
+    Raises:
+        BadInputError: a setting, file, model or reward that cannot work.
+        GspoError: the run cannot go on.
+    """
+    if resume is not None:
+        if path is not None:
+            raise BadInputError(f"{path}: --resume goes on under the run's own config; leave the file out")
+        folder = RunFolder.open(resume)
+        config = folder.read_config(overrides)
+    else:
+        if path is None:
+            raise BadInputError("CONFIG.toml: missing; give a config file, or a run to go on with: --resume RUN")
+        config = load_config(path, overrides)
+        folder = RunFolder.planned(config, default_name=path.stem)
+        run = config.run.model_copy(update={"name": folder.path.name})
+        config = config.model_copy(update={"run": run})
+    check_trackers(config.tracking)
+    if is_one_of_many():
+        return _train_among_others(config, folder, resume=resume, dry_run=dry_run)
+    return _dry_run(config) if dry_run else _train(config, folder, resume=resume)
+
+
+def _train_among_others(config: Config, folder: RunFolder, *, resume: Path | None, dry_run: bool) -> int:
+    """Every process trains under the main one's config, in its run folder; that one alone shows what came of it.
+
+    A job that fails never gets to `close`, which would end the others before this process has said why.
+    """
+    from gspo.distributed.world import World
+
+    world = World.from_environment(config.distributed.timeout, device=config.model.device)
+    config, folder = world.broadcast((config, folder))
+    status = 0
+    if not dry_run:
+        status = _train(config, folder, resume=resume, shows=world.is_main)
+    elif world.is_main:
+        status = _dry_run(config)
+    if status == 0:
+        world.close()
+    return status
+
+
+def _train(config: Config, folder: RunFolder, *, resume: Path | None, shows: bool = True) -> int:
+    from gspo.training.loop import train
+
+    try:
+        train(config, resume=resume)
+    except KeyboardInterrupt:
+        begun = RunFolder.is_run(folder.path)
+        how = f"go on with: gspo train --resume {folder.path}" if begun else "nothing was begun; start again"
+        say_why(f"interrupted; {how}")
+        return INTERRUPTED
+    if shows:
+        from rich.console import Console
+
+        from gspo.reporting.run_summary import print_result
+
+        print_result(Console(), folder, config)
+    return 0
+
+
+def _dry_run(config: Config) -> int:
+    print(config.model_dump_json(indent=2))
+    from gspo.training.dry_run import dry_run
+
+    for line in dry_run(config):
+        print(line)
+    return 0
