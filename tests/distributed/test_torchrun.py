@@ -95,13 +95,19 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_two_processes_make_the_run_of_one(config):
-    names = {1: "one", 2: "two"}
-    said = {}
-    for processes, name in names.items():
-        status, said[processes], _, errors = finish(launch(config, "--run.name", name, processes=processes))
-        assert status == 0, errors
-    one, two = (config.parent / "runs" / name for name in names.values())
+@pytest.fixture(scope="module")
+def one(config):
+    """The run of one process."""
+    status, _, _, errors = finish(launch(config, "--run.name", "one", processes=1))
+    assert status == 0, errors
+    return config.parent / "runs" / "one"
+
+
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_two_processes_make_the_run_of_one(config, one, shard):
+    two = config.parent / "runs" / f"two-{shard}"
+    status, said, _, errors = finish(launch(config, "--run.name", two.name, "--distributed.shard", shard))
+    assert status == 0, errors
     for file in sorted((one / "rollouts").glob("*.zst")) + sorted((one / "evaluations").glob("*.zst")):
         expected, found = read_rollouts(file), read_rollouts(two / file.relative_to(one))
         assert [(r.slot, r.sample, r.response_ids) for r in found] == [
@@ -118,8 +124,9 @@ def test_two_processes_make_the_run_of_one(config):
         e["accuracy"] for e in lines(two / "evaluations.jsonl")
     ]
     for step in (1, 2, 3):
-        assert said[2].count(f"step {step}/3 ") == 1, "one process speaks"
-    assert "processes: 2" in said[2]
+        assert said.count(f"step {step}/3 ") == 1, "one process speaks"
+    part = {"none": "the whole", "full": "a slice of"}[shard]
+    assert f"processes: 2, each with {part} policy and its share of the rollouts" in said
 
 
 def test_a_bad_setting_is_told_once(config):
