@@ -11,6 +11,10 @@ from tests.distributed.learning import CASES, learn, runs, write_batches
 from tests.distributed.processes import run_processes
 from tests.policy.tiny import save_tiny, worst
 
+pytestmark = pytest.mark.timeout(
+    600
+)  # the first test waits for all cases to be computed, on a machine that may be busy
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -29,7 +33,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    return run_processes("tests.distributed.learning:learn_all", 2, str(folder), seconds=240)
+    return run_processes("tests.distributed.learning:learn_all", 2, str(folder), seconds=400)
 
 
 @pytest.mark.parametrize(("name", "budget", "shard"), runs())
