@@ -11,9 +11,8 @@ from tests.distributed.learning import CASES, learn, runs, write_batches
 from tests.distributed.processes import run_processes
 from tests.policy.tiny import save_tiny, worst
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # the first test waits for all cases to be computed, on a machine that may be busy
+# The first test waits until all cases are computed, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
