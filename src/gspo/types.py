@@ -150,6 +150,8 @@ class Rollout:
     `text` the policy's last turn and `messages` every message of the response; `turns` gives each response token
     its turn, from 0 on, and -1 to what the environment wrote; `turn_rewards` has one entry a turn and sums to
     `reward`. `token_rewards` has one entry per response token where a reward function judges tokens.
+    `updates_behind` counts the optimizer updates from the weights that drew the first token to those from which the
+    step that trains on it starts.
 
     >>> r = Rollout(prompt=Prompt("k", "hi", (5,)), slot=0, sample=0, response_ids=(7, 2),
     ...             sampler_logprobs=(-0.5, -0.1), trainable=(True, True), finish_reason="stop",
@@ -176,6 +178,7 @@ class Rollout:
     turns: tuple[int, ...] | None = None
     turn_rewards: tuple[float, ...] | None = None
     token_rewards: tuple[float, ...] | None = None
+    updates_behind: int = 0
 
     @property
     def truncated(self) -> bool:

@@ -62,8 +62,9 @@ class FakeVllm:
 
     `faults`: names, one consumed by each request to generate: `500`, `429`, `400`, `403`, `reset`, `slow`, `text`,
     `short`, `abort`, `infinite`, `unlabelled`, `misaligned` (experts or supports). `cursed`: prompts whose every
-    request loses its connection. `hold()` keeps requests waiting until `release()`. The prefix cache is real: a prompt
-    that was seen answers with the weights that it was seen with.
+    request loses its connection. `hold()` keeps requests waiting until `release()`, all but the first `free` of them;
+    one whose weights are replaced meanwhile, by a pause that keeps it, draws its first half from the old ones. The
+    prefix cache is real: a prompt that was seen answers with the weights that it was seen with.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class FakeVllm:
         self.headers: list[dict[str, str]] = []
         self.drawn: Counter[int] = Counter()
         self.waiting = threading.Semaphore(0)
+        self.free = 0
+        self.counting = threading.Lock()
         self.gate = threading.Event()
         self.gate.set()
         self.reload_problem: str | None = None
@@ -102,7 +105,7 @@ class FakeVllm:
 
     def start(self) -> None:
         """Starts, or starts again on the same port, with fresh weights."""
-        self.label, self.weight, self.paused = "default", UNTRAINED, False
+        self.label, self.weight, self.paused, self.kept = "default", UNTRAINED, False, False
         self.cache: dict[tuple[int, ...], float] = {}
         self.loaded: dict[str, Tensor] = {}
         self.sockets: set[socket.socket] = set()
@@ -141,13 +144,14 @@ class FakeVllm:
             self.label = body["new_version"]
             return 200, {"success": True}
         if path == "/pause":
-            assert query == "mode=abort"
-            self.paused = True
+            assert query in ("mode=abort", "mode=keep")
+            self.paused, self.kept = True, query == "mode=keep"
             return 200, {"status": "paused"}
         if path == "/resume":
             self.paused = False
             return 200, {"status": "resumed"}
         if path == "/reset_prefix_cache":
+            assert query == ("reset_running_requests=true" if self.kept else "")
             self.cache.clear()
             return 200, {"success": True}
         assert path == "/collective_rpc"
@@ -159,12 +163,19 @@ class FakeVllm:
         self.weight = float(self.loaded.get("w", UNTRAINED))
         return 200, {"results": [None]}
 
-    def generate(self, body: dict[str, Any], fault: str) -> tuple[int, Any]:
+    def generate(self, body: dict[str, Any], fault: str, begun: tuple[str, float] | None = None) -> tuple[int, Any]:
         prompt, params = tuple(body["token_ids"]), body["sampling_params"]
+        while self.kept and self.paused:
+            time.sleep(0.001)
         assert not self.paused
         weight = self.cache.setdefault(prompt, self.weight)
-        label = self.label
         ids, logprobs, reason = respond(prompt, params, weight, self.vocabulary)
+        spans = [{"version": self.label, "start": 0, "end": len(ids)}]
+        if self.kept and begun is not None and begun[0] != self.label and len(ids) > 1:
+            half = len(ids) // 2
+            before, old, _ = respond(prompt, params, begun[1], self.vocabulary)
+            ids[:half], logprobs[:half] = before[:half], old[:half]
+            spans = [{"version": begun[0], "start": 0, "end": half}, {**spans[0], "start": half}]
         if params.get("top_k") == 1:
             logprobs = [0.0 if self.processed else -0.5] * len(ids)
         self.drawn[params.get("seed", 0)] += 1
@@ -174,7 +185,7 @@ class FakeVllm:
             "token_ids": ids,
             "logprobs": {"content": entries},
             "finish_reason": "abort" if fault == "abort" else reason,
-            "weight_versions": [{"version": label, "start": 0, "end": len(ids)}],
+            "weight_versions": spans,
         }
         if self.reports_experts:
             choice["routed_experts"] = _encoded(experts_of(prompt, ids, misaligned=fault == "misaligned"))
@@ -226,10 +237,13 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
             probe = body["sampling_params"]["max_tokens"] == 1 and "seed" not in body["sampling_params"]
             if probe:
                 return self._send(*fake.generate(body, ""))
-            fake.bodies.append(body)
-            life = fake.life
+            with fake.counting:
+                fake.bodies.append(body)
+                number = len(fake.bodies)
+            life, begun = fake.life, (fake.label, fake.weight)
             fake.waiting.release()
-            fake.gate.wait()
+            if number > fake.free:
+                fake.gate.wait()
             if fake.life != life:
                 return None
             try:
@@ -244,7 +258,7 @@ def _handler(fake: FakeVllm) -> type[BaseHTTPRequestHandler]:
                 return self._send(int(fault), {"error": f"injected {fault}"})
             if fault == "text":
                 return self._send(200, None, raw=b"<html>a proxy's page</html>")
-            return self._send(*fake.generate(body, fault))
+            return self._send(*fake.generate(body, fault, begun))
 
         def _send(self, status: int, content: Any, raw: bytes | None = None) -> None:
             data = raw if raw is not None else b"" if content is None else json.dumps(content).encode()

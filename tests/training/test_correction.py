@@ -109,6 +109,6 @@ def test_rollouts_without_finite_log_probs_are_counted():
         groups[1][0], reward=None, dropped="log-probs are not finite at response token 3", finish_reason="error"
     )
     groups[2][0] = dataclasses.replace(groups[2][0], reward=None, dropped="the verifier crashed")
-    metrics = rollout_metrics(Collected(groups, []), settings())
+    metrics = rollout_metrics(Collected(groups, [], 0), settings())
     assert (metrics["mismatch/not_finite"].sum, metrics["mismatch/not_finite"].count) == (1, 12)
     assert metrics["reward/dropped"].sum == 2

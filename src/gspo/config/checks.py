@@ -40,6 +40,7 @@ def impossible(config: Config) -> list[str]:
     if rollout.engine == "server" and not rollout.servers:
         found.append('rollout.servers: found none, and rollout.engine = "server" needs one: give their addresses')
     found += _impossible_truncation(config)
+    found += _impossible_lag(config)
     found += _impossible_correction(config)
     found += _impossible_invariance(config)
     found += _impossible_credit(config)
@@ -77,6 +78,33 @@ def _impossible_truncation(config: Config) -> list[str]:
         found.append(
             "evaluation.top_k = 0: a vLLM that reports the tokens that it kept, as rollout.top_p, top_k and min_p ask "
             "for, refuses to sample without top-k; give it a value, or set evaluation.temperature = 0"
+        )
+    return found
+
+
+def _impossible_lag(config: Config) -> list[str]:
+    lag, found = config.rollout.lag, []
+    if lag == 0:
+        return []
+    if config.rollout.engine != "server":
+        found.append(
+            f'rollout.lag = {lag}: rollout.engine = "{config.rollout.engine}" generates in the process that trains, '
+            'and cannot run ahead of it; use rollout.engine = "server", or rollout.lag = 0'
+        )
+    if config.likelihoods.old != "sampler":
+        found.append(
+            f'rollout.lag = {lag} needs likelihoods.old = "sampler": the weights that sampled are gone when the '
+            f'step comes, so that "{config.likelihoods.old}" would score another policy'
+        )
+    if config.routing.replay == "old":
+        found.append(
+            f'rollout.lag = {lag} cannot be with routing.replay = "old": the old policy\'s experts are not known; use '
+            '"sampler" or "off"'
+        )
+    if config.task.kind == "multi_turn":
+        found.append(
+            f'rollout.lag = {lag} cannot be with task.kind = "multi_turn": conversations are played in the process '
+            "that trains; use rollout.lag = 0"
         )
     return found
 

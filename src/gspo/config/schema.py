@@ -100,6 +100,13 @@ class RolloutConfig(Section):
         gt=0,
         description="Size of vLLM's key-value cache in GiB, in this process and in servers on a CPU.",
     )
+    lag: int = Field(
+        0,
+        ge=0,
+        description="Steps by which servers may generate ahead of training: the responses of a step are then drawn "
+        "from weights of up to so many steps before (`training.minibatches` x `training.epochs` updates each), and "
+        'weights may change inside a response. Needs engine `server` and `likelihoods.old = "sampler"`. 0: none.',
+    )
     prompts: Positive = Field(8, description="Prompts per step (P).")
     group_size: int = Field(8, ge=2, description="Responses per prompt (G).")
     max_tokens: Positive = Field(256, description="Longest response, in tokens.")

@@ -183,7 +183,9 @@ def _from_record(
     if text not in prompts:
         prompts[text] = Prompt(**{**record["prompt"], "ids": tuple(record["prompt"]["ids"])})
     values: dict[str, Any] = {
-        name: tuple(record[name]) if isinstance(record[name], list) else record[name] for name in _PLAIN
+        name: tuple(record[name]) if isinstance(record[name], list) else record[name]
+        for name in _PLAIN
+        if name != "updates_behind" or name in record  # runs that were begun without it go on
     }
     values["trainable"] = tuple(bool(flag) for flag in record["trainable"])
     values["policy_version"] = tuple(VersionSpan(**span) for span in record["policy_version"])

@@ -48,6 +48,9 @@ METRICS: Mapping[str, str] = {
     "response/length": "Trainable tokens, mean over kept rollouts.",
     "response/length_max": "Trainable tokens of the longest kept rollout.",
     "response/truncated": "Rollouts cut at `rollout.max_tokens`, over kept rollouts.",
+    "rollout/updates_behind": "Optimizer updates from the weights that drew a rollout's first token to those from "
+    "which the step starts, mean over kept rollouts; above 0 with `rollout.lag` alone.",
+    "rollout/updates_behind_max": "The largest such number of a kept rollout.",
     "conversation/turns": "Turns of the policy, mean over the kept rollouts of a multi-turn task.",
     "conversation/turn_reward/<n>": "Reward of turn n (from 0), mean over the kept rollouts that reached it.",
     "support/size": "Tokens that top-p, top-k and min-p kept, mean over the trainable tokens of kept rollouts; under "

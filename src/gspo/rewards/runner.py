@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -74,6 +75,7 @@ class RewardRunner:
                 f"give one of {', '.join(BUILT_IN)} or package.module:function"
             )
         self._seconds = config.time_limit
+        self._lock = threading.Lock()
         self._scorers: list[_Scorer] = []
         self._environment_weight: float | None = None
         for entry in named:
@@ -136,7 +138,8 @@ class RewardRunner:
             [_completion(rollout) for rollout in kept],
             [list(rollout.response_ids) for rollout in kept],
         )
-        with ThreadPoolExecutor(max(len(self._scorers), 1)) as pool:
+        # A worker process answers one call at a time, and two threads may score at once.
+        with self._lock, ThreadPoolExecutor(max(len(self._scorers), 1)) as pool:
             columns = list(pool.map(lambda scorer: scorer.score(arguments, self._seconds), self._scorers))
         scored = iter([self._combine(*row) for row in zip(kept, *columns, strict=True)])
         return [next(scored) if rollout.dropped is None else rollout for rollout in found]

@@ -45,7 +45,8 @@ class ServerEngine:
     waits for it to come back with the current weights; an answer is kept once, so that no response is lost or enters
     twice. Weights go through `weights_folder`, which must lie on a disk that all servers see under the same path, and
     vLLM's own reload. Every answer carries the label of the weights that sampled each token; one with any other
-    label than the current is drawn again.
+    label than the current is drawn again. With `overlap`, `generate` may run in another thread while weights are
+    updated: a response then goes on with the new ones, and its tokens carry the version of each.
 
     `max_concurrent`: calls in flight over all servers; `request_timeout`: seconds after which a call is given up;
     `server_wait`: seconds to wait for a server when none is ready; `experts`: the number of experts of each MoE layer
@@ -64,6 +65,7 @@ class ServerEngine:
         server_wait: float,
         experts: Mapping[str, int] | None = None,
         supports: bool = False,
+        overlap: bool = False,
     ) -> None:
         if experts is not None:
             layer_numbers(experts)
@@ -75,11 +77,16 @@ class ServerEngine:
         self.request_timeout = request_timeout
         self.version = 0
         self.client = HttpClient()
-        self.pool = ServerPool(urls, self.client, wait=server_wait, experts=experts is not None, supports=supports)
+        self.pool = ServerPool(
+            urls, self.client, wait=server_wait, experts=experts is not None, supports=supports, overlap=overlap
+        )
         # Unique to this engine, so that weights that another run left on a server are never taken for ours.
         self._name = uuid.uuid4().hex[:12]
         self._weights: Weights | None = None
         self._updates = 0
+        self._overlap = overlap
+        self._versions: dict[str, int] = {}
+        self._jobs: set[_Job] = set()
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Rollout]:
         """See `Engine.generate`.
@@ -95,7 +102,8 @@ class ServerEngine:
         wanted = list(draws(requests))
         if not wanted:
             return []
-        job = _Job(self, sampling, {self._weights.label: self.version})
+        job = _Job(self, sampling, self._versions if self._overlap else {self._weights.label: self.version})
+        self._jobs.add(job)
         with ThreadPoolExecutor(min(self.max_concurrent, len(wanted))) as threads:
             futures = [threads.submit(job.draw, draw) for draw in wanted]
             try:
@@ -104,6 +112,8 @@ class ServerEngine:
             except BaseException:
                 self._abandon(job, futures)
                 raise
+            finally:
+                self._jobs.discard(job)
         return sorted(rollouts, key=lambda rollout: (rollout.slot, rollout.sample))
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -112,13 +122,20 @@ class ServerEngine:
         label = f"gspo-{self._name}-{self._updates}-version-{version}"
         weights = Weights(label, self.weights_folder / label)
         write_weights(with_output_head(named_tensors), weights.folder)
+        self._versions[label] = version
         previous, self._weights, self.version = self._weights, weights, version
         self.pool.publish(weights)
         if previous is not None:
             shutil.rmtree(previous.folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Leaves the servers running, with the last weights; removes the weights from disk."""
+        """Leaves the servers running, with the last weights; removes the weights from disk.
+
+        A `generate` that runs in another thread ends with an error.
+        """
+        for job in list(self._jobs):
+            job.abandoned.set()
+        self.client.abort()
         self.pool.close()
         if self._weights is not None:
             shutil.rmtree(self._weights.folder, ignore_errors=True)

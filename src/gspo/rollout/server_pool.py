@@ -53,16 +53,25 @@ class ServerPool:
     A server at fault is lent to nobody until a thread of its own has found it healthy again and, where it has come
     back with other weights, given it the current ones; the pauses between attempts grow from 0.25 to 10 s. When no
     server has been ready for `wait` seconds, `lease` raises GspoError with what each of them last said. With
-    `experts`, servers must report those that they used; with `supports`, what truncated sampling kept.
+    `experts`, servers must report those that they used; with `supports`, what truncated sampling kept. With `overlap`,
+    responses that are being drawn when weights arrive go on with the new ones; else they are ended.
     """
 
     def __init__(
-        self, urls: Sequence[str], client: HttpClient, *, wait: float, experts: bool = False, supports: bool = False
+        self,
+        urls: Sequence[str],
+        client: HttpClient,
+        *,
+        wait: float,
+        experts: bool = False,
+        supports: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.client = client
         self.wait = wait
         self.experts = experts
         self.supports = supports
+        self.overlap = overlap
         self.servers = [Server(url.rstrip("/")) for url in urls]
         self._condition = threading.Condition()
         self._weights: Weights | None = None
@@ -173,10 +182,13 @@ class ServerPool:
             assert weights is not None
             self._get(server, "/health")
             if self._label(server) != weights.label:
-                self._load(server, weights)
+                (self._load_meanwhile if self.overlap else self._load)(server, weights)
                 context = self._check_fit(server, weights.label)
             else:
                 context = server.context
+                if self.overlap:
+                    # Should the last attempt have ended before the server went on.
+                    self._post(server, "/resume", None)
             with self._condition:
                 if self._weights is not weights:
                     raise ServerError(f"{server.url}: newer weights have arrived", sent=False)
@@ -197,12 +209,28 @@ class ServerPool:
         """
         self._post(server, "/update_weight_version", {"new_version": _LOADING})
         self._post(server, "/pause?mode=abort", None)
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
-        self._post(server, "/collective_rpc", reload, _RELOAD_SECONDS)
-        if not self._post(server, "/reset_prefix_cache", None)["success"]:
-            raise ServerError(f"{server.url}: the prefix cache of the old weights could not be emptied", sent=False)
+        self._replace(server, weights, "/reset_prefix_cache")
         self._post(server, "/resume", None)
         self._post(server, "/update_weight_version", {"new_version": weights.label})
+
+    def _load_meanwhile(self, server: Server, weights: Weights) -> None:
+        """The same between two tokens of the responses that are being drawn.
+
+        The server stands still from the first call to the last, so that no token is drawn under a label that is not
+        its weights'. Keys and values of what was written so far are computed again: later tokens are then drawn from
+        the new policy, given all tokens before.
+        """
+        self._post(server, "/pause?mode=keep", None)
+        self._post(server, "/update_weight_version", {"new_version": _LOADING})
+        self._replace(server, weights, "/reset_prefix_cache?reset_running_requests=true")
+        self._post(server, "/update_weight_version", {"new_version": weights.label})
+        self._post(server, "/resume", None)
+
+    def _replace(self, server: Server, weights: Weights, reset: str) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.folder)}}
+        self._post(server, "/collective_rpc", reload, _RELOAD_SECONDS)
+        if not self._post(server, reset, None)["success"]:
+            raise ServerError(f"{server.url}: the prefix cache of the old weights could not be emptied", sent=False)
 
     def _check_fit(self, server: Server, label: str) -> int:
         """Draws a token to see that log-probs and labels mean what we take them for; the server's context in tokens.

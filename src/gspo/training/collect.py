@@ -20,10 +20,14 @@ from gspo.types import Request, Rollout, Sampling
 
 @dataclass(slots=True)
 class Collected:
-    """The P groups of a step, and the groups without signal that dynamic sampling replaced."""
+    """The P groups of a step, and the groups without signal that dynamic sampling replaced.
+
+    `cursor` counts the prompts that had been taken from the stream by then.
+    """
 
     groups: list[list[Rollout]]
     replaced: list[list[Rollout]]
+    cursor: int
 
     @property
     def sampled(self) -> list[Rollout]:
@@ -71,7 +75,7 @@ class Collector:
             for p, group in zip(dull, self._sample(step, [attempt * size + p for p in dull], known), strict=True):
                 replaced.append(groups[p])
                 groups[p] = group
-        collected = Collected(groups, replaced)
+        collected = Collected(groups, replaced, self.stream.cursor)
         self._check_dropped(step, collected.sampled)
         return collected
 

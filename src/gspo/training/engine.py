@@ -139,6 +139,7 @@ def _servers(policy: Policy, config: Config) -> Engine:
         max_concurrent=config.rollout.max_concurrent,
         request_timeout=config.rollout.request_timeout,
         server_wait=config.rollout.server_wait,
+        overlap=config.rollout.lag > 0,
         experts=_experts(policy, config),
         supports=config.rollout.truncated,
     )

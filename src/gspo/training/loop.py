@@ -97,7 +97,7 @@ def _step(run: Run) -> StepResult:
         run.recorder.note(update_metrics.warning)
     with clock.stage("export"):
         run.engine.update_weights(named_tensors(run.policy), learner.version)
-    run.state.advance(learner.version, run.collector.stream.cursor)
+    run.state.advance(learner.version, collected.cursor)
     metrics = rollout_metrics(collected, config) | update_metrics.as_metrics()
     run.recorder.metrics(step, metrics)
     if metrics["optimizer/updates"] == 0:

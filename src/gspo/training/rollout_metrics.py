@@ -35,8 +35,11 @@ def rollout_metrics(collected: Collected, config: Config) -> dict[str, Metric]:
         "response/length": Ratio(sum(lengths), len(lengths)),
         "response/truncated": Ratio(sum(rollout.truncated for rollout in kept), len(kept)),
     }
+    behind = [rollout.updates_behind for rollout in kept]
+    metrics["rollout/updates_behind"] = Ratio(sum(behind), len(behind))
     if kept:
         metrics |= {
+            "rollout/updates_behind_max": max(behind),
             "reward/min": min(rewards),
             "reward/max": max(rewards),
             "response/length_max": max(lengths),

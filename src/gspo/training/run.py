@@ -19,6 +19,7 @@ from gspo.rollout.engine import Engine
 from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
+from gspo.training.ahead import Ahead
 from gspo.training.checkpoint import TrainState, find_checkpoint, load_optimizer, read_state, save_checkpoint
 from gspo.training.clip_range import clip_range
 from gspo.training.collect import Collected, Collector
@@ -26,6 +27,7 @@ from gspo.training.engine import check_engine, start_engine
 from gspo.training.evaluation import Evaluation, evaluate, evaluation_sampling
 from gspo.training.learner import Learner
 from gspo.training.routing_checks import check_architecture, check_routing
+from gspo.training.staleness import VersionBounds, check_lag, dated
 from gspo.types import Batch, Sampling
 
 RewardFunction = Callable[..., Any]
@@ -39,6 +41,7 @@ class Run:
         self.world = world
         self.folder, checkpoint, self.state = world.from_main(lambda: _start(config, resume))
         clip_range(config.objective)
+        check_lag(config, self.world)
         rows = load_rows(config.task, seed=config.run.seed)
         check_prompts(config, rows)
         with ExitStack() as opened:
@@ -67,6 +70,7 @@ class Run:
             self.collector = Collector(
                 stream, self.engine, self.rewards, config, training_sampling(config, self.policy), world
             )
+            self.ahead = self._start_ahead(opened) if config.rollout.lag else None
             if world.is_main and resume is None:
                 self.folder.make(config)
             elif world.is_main:
@@ -85,12 +89,33 @@ class Run:
         for note in [*notes, *self._description()]:
             self.recorder.note(note)
 
+    def _start_ahead(self, opened: ExitStack) -> Ahead[Collected]:
+        self._bounds = VersionBounds.of(self.config, self.state)
+        ahead = Ahead(
+            self._collect_ahead,
+            first=self.state.step + 1,
+            last=self.config.training.steps,
+            lag=self.config.rollout.lag,
+            stop=self.engine.close,
+        )
+        opened.callback(ahead.close)
+        return ahead
+
     def collect(self, step: int) -> Collected:
         """The step's scored groups; taken from the journal where an interrupted process had finished them."""
         self.recorder.stage("rollout")
+        if self.ahead is not None:
+            return dated(self.ahead.take(step), self.learner.version)
         journal = self.world.from_main(lambda: self.recorder.read_step(step)) or []
         current = [r for r in journal if r.policy_version[0].version == self.learner.version]
         return self.collector.collect(step, current)
+
+    def _collect_ahead(self, step: int) -> Collected:
+        """What `collect` hands out under a lag, made on another thread; on disk as soon as it is there."""
+        journal = self.recorder.read_step(step) or []
+        collected = self.collector.collect(step, [r for r in journal if self._bounds.admit(r, step)])
+        self.recorder.rollouts(step, collected.sampled)
+        return collected
 
     def journal(self, step: int, collected: Collected, batch: Batch) -> None:
         """Puts the step's rollouts on disk, with the advantages of those that are trained on, before any update."""
