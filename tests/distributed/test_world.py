@@ -48,6 +48,7 @@ def test_gradients_are_summed_and_those_that_nobody_has_stay_away():
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK = 2 with WORLD_SIZE = 2: must be below it"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK = '-1': must be a whole number"),
         ({"WORLD_SIZE": "0"}, "RANK = 0 with WORLD_SIZE = 0"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2 without MASTER_ADDR and MASTER_PORT"),
     ],
 )
 def test_damaged_launcher_variables_are_refused(variables, message):

@@ -124,6 +124,9 @@ def test_processes_divide_the_weights_and_gather_a_few_layers():
     assert "gathered" in str(shared)
     kept = memory_of(model.config, train=False, processes=4, reshard_after_forward=False)
     assert kept.gathered == alone.weights
+    model.config.num_hidden_layers = 9
+    deep, sampled = (memory_of(model.config, processes=4, samples=samples) for samples in (False, True))
+    assert deep.gathered < sampled.gathered == 4 * deep.parameters
 
 
 def test_processes_of_one_machine_share_what_is_free(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import torch
 
 from gspo.cli import main
 from gspo.config import Config, build_config
+from gspo.distributed.world import World
 from gspo.errors import BadInputError
 from gspo.training.dry_run import dry_run
 from tests.policy.tiny import save_tiny
@@ -20,7 +21,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def config(model: Path, **tables: object) -> Config:
+def config(model: Path, /, **tables: object) -> Config:
     task = {"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 6}
     rollout = {"prompts": 4, "max_tokens": 8}
     return build_config({"model": {"path": str(model)}, "task": task, "rollout": rollout} | tables)
@@ -94,3 +95,22 @@ def test_truncated_sampling_by_vllm_on_a_cpu_is_refused_by_name(model: Path) -> 
     with pytest.raises(BadInputError, match=r"^rollout\.top_p, rollout\.top_k, rollout\.min_p: vLLM on a CPU does not"):
         dry_run(config(model, rollout={**truncated, "engine": "vllm", "prompts": 4, "max_tokens": 8}), [early_words])
     assert dry_run(config(model, rollout={**truncated, "prompts": 4, "max_tokens": 8}), [early_words])
+
+
+def test_of_several_processes_it_says_what_one_needs_and_what_none_can_have(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gspo.policy.load.free_memory", lambda _: 40_000_000_000)
+    two = World(rank=0, size=2)
+    assert "gathered" in dry_run(config(model, distributed={"shard": "full"}), [early_words], two)[0]
+    whole = dry_run(config(model), [early_words], two)[0]
+    assert "gathered" not in whole
+    assert "20.0 GB are free" in whole, "they share the machine"
+    with pytest.raises(BadInputError, match=r'^rollout\.engine = "vllm" with 2 processes'):
+        dry_run(config(model, rollout={"prompts": 4, "max_tokens": 8, "engine": "vllm"}), [early_words], two)
+    with pytest.raises(BadInputError, match=r"^model\.compile = true with distributed\.shard"):
+        dry_run(
+            config(model, model={"path": str(model), "compile": True}, distributed={"shard": "full"}),
+            [early_words],
+            two,
+        )

@@ -56,7 +56,7 @@ class World:
             device: `model.device` of the config.
 
         Raises:
-            BadInputError: the launcher's variables are damaged, or there are more processes than GPUs.
+            BadInputError: the launcher's variables are damaged or incomplete, or there are more processes than GPUs.
         """
         variables = os.environ if environment is None else environment
         size = _number(variables, "WORLD_SIZE", 1)
@@ -71,6 +71,11 @@ class World:
             torch.cuda.set_device(local_rank)
         owns = not dist.is_initialized()
         if owns:
+            if not {"MASTER_ADDR", "MASTER_PORT"} <= variables.keys():
+                raise BadInputError(
+                    f"WORLD_SIZE = {size} without MASTER_ADDR and MASTER_PORT: start with torchrun, or unset "
+                    "WORLD_SIZE to train with one process"
+                )
             with _together():
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -43,6 +43,7 @@ def load_policy(
     world: World | None = None,
     shard: Literal["none", "full"] = "none",
     reshard_after_forward: bool = True,
+    samples: bool = False,
 ) -> Policy:
     """The policy from a hub id, a `from_pretrained` folder, or another run's folder (its last checkpoint).
 
@@ -61,13 +62,13 @@ def load_policy(
         world: the processes that load it together; only the main one reads the weights.
         shard: `full` spreads weights, gradients and optimizer state over them (a world of one has nothing to spread).
         reshard_after_forward: see `Shards`.
+        samples: whether responses are drawn from these weights too, for the memory estimate.
 
     Raises:
         BadInputError: no such model, no weights or tokenizer in it, or it cannot fit into memory.
     """
     world = world or World()
-    sharded = shard == "full" and world.size > 1
-    _check_sharding(sharded, compile)
+    sharded = _is_sharded(shard, world)
     preview = preview_policy(
         path,
         resume=resume,
@@ -78,12 +79,15 @@ def load_policy(
         reference=reference,
         tokens=tokens,
         activation_checkpointing=activation_checkpointing,
+        compile=compile,
         trust_remote_code=trust_remote_code,
-        processes=world.size if sharded else 1,
+        world=world,
+        shard=shard,
         reshard_after_forward=reshard_after_forward,
+        samples=samples,
     )
     target, config, tokenizer, autocast = preview.device, preview.config, preview.tokenizer, preview.autocast
-    tight = check_fits(str(path), preview.memory, _share(preview.free, target, world), lora=lora is not None)
+    tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
     model = load_model(preview.folder, config, trust_remote_code, empty=not world.is_main)
     model.requires_grad_(train and lora is None)
     adapter = None
@@ -129,7 +133,10 @@ def load_policy(
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What can be said of a policy before its weights are read. `free` bytes are left on its device, if known."""
+    """What can be said of a policy before its weights are read.
+
+    `memory` is what one process needs of its device, of which `free` bytes are left to it, if that is known.
+    """
 
     folder: str
     device: torch.device
@@ -149,17 +156,20 @@ def preview_policy(
     device: str = "auto",
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
+    compile: bool = False,
     trust_remote_code: bool = False,
     train: bool = True,
     reference: bool = False,
     tokens: int = 0,
-    processes: int = 1,
+    world: World | None = None,
+    shard: Literal["none", "full"] = "none",
     reshard_after_forward: bool = True,
+    samples: bool = False,
 ) -> Preview:
-    """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same.
-
-    `processes` share the weights; the memory is that of one of them.
-    """
+    """Tokenizer and memory of the policy that `load_policy` would load; takes and raises the same."""
+    world = world or World()
+    sharded = _is_sharded(shard, world)
+    _check_sharding(sharded, compile)
     target = choose_device(device)
     autocast = choose_autocast(dtype, target)
     folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
@@ -173,11 +183,13 @@ def preview_policy(
         activation_checkpointing=activation_checkpointing,
         trust_remote_code=trust_remote_code,
         autocast=autocast is not None,
-        processes=processes,
+        processes=world.size if sharded else 1,
         reshard_after_forward=reshard_after_forward,
+        samples=samples,
     )
     tokenizer = load_tokenizer(folder, trust_remote_code)
-    return Preview(folder, target, config, tokenizer, context_length(config), memory, free_memory(target), autocast)
+    free = _share(free_memory(target), target, world)
+    return Preview(folder, target, config, tokenizer, context_length(config), memory, free, autocast)
 
 
 def memory_of(
@@ -192,6 +204,7 @@ def memory_of(
     autocast: bool = False,
     processes: int = 1,
     reshard_after_forward: bool = True,
+    samples: bool = False,
 ) -> MemoryEstimate:
     """What a model of this config will need; no weight is read or made."""
     with torch.device("meta"):
@@ -210,12 +223,17 @@ def memory_of(
         autocast=autocast,
         processes=processes,
         reshard_after_forward=reshard_after_forward,
+        samples=samples,
     )
 
 
 def _share(free: int | None, device: torch.device, world: World) -> int | None:
     """A GPU is a process's own; the memory of a machine is shared by its processes."""
     return free if free is None or device.type != "cpu" else free // world.size
+
+
+def _is_sharded(shard: str, world: World) -> bool:
+    return shard == "full" and world.size > 1
 
 
 def _check_sharding(sharded: bool, compile: bool) -> None:

@@ -60,6 +60,7 @@ def estimate_memory(
     autocast: bool = False,
     processes: int = 1,
     reshard_after_forward: bool = True,
+    samples: bool = False,
 ) -> MemoryEstimate:
     """What training needs, before any weight is read.
 
@@ -73,6 +74,7 @@ def estimate_memory(
         autocast: whether matrix products run in bfloat16; a pass then holds a bfloat16 copy of each matrix.
         processes: among how many the weights and all that belongs to them are divided.
         reshard_after_forward: whether such processes let go of a layer between its two passes.
+        samples: whether responses are drawn from these weights, of which each process then gathers all.
     """
     count = _count(model)
     trainable = (count if lora_parameters is None else lora_parameters) if train else 0
@@ -80,7 +82,10 @@ def estimate_memory(
     if train and tokens:
         activations = tokens * _activation_bytes(config.get_text_config(), activation_checkpointing, autocast)
         activations += BFLOAT16 * _matrix_elements(model) if autocast else 0
-    gathered = _gathered_elements(model, reshard_after_forward, trainable > 0) if processes > 1 else 0
+    gathered = 0
+    if processes > 1:
+        gathered = _gathered_elements(model, reshard_after_forward, trainable > 0)
+        gathered = max(gathered, count + (lora_parameters or 0)) if samples else gathered
     return MemoryEstimate(
         parameters=count,
         weights=FLOAT32 * (count + (lora_parameters or 0)) // processes,

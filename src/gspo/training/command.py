@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gspo.config import Config, load_config
 from gspo.distributed.launch import is_one_of_many, say_why
 from gspo.errors import BadInputError
 from gspo.reporting.run_folder import RunFolder
 from gspo.reporting.trackers import check_trackers
+
+if TYPE_CHECKING:
+    from gspo.distributed.world import World
 
 INTERRUPTED = 130
 """What a shell reports of a program that Ctrl-C ended."""
@@ -56,7 +60,7 @@ def _train_among_others(config: Config, folder: RunFolder, *, resume: Path | Non
     if not dry_run:
         status = _train(config, folder, resume=resume, shows=world.is_main)
     elif world.is_main:
-        status = _dry_run(config)
+        status = _dry_run(config, world)
     if status == 0:
         world.close()
     return status
@@ -81,10 +85,10 @@ def _train(config: Config, folder: RunFolder, *, resume: Path | None, shows: boo
     return 0
 
 
-def _dry_run(config: Config) -> int:
+def _dry_run(config: Config, world: World | None = None) -> int:
     print(config.model_dump_json(indent=2))
     from gspo.training.dry_run import dry_run
 
-    for line in dry_run(config):
+    for line in dry_run(config, world=world):
         print(line)
     return 0

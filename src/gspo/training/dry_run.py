@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from gspo.config import Config
+from gspo.distributed.world import World
 from gspo.policy.devices import slow_autocast
 from gspo.policy.load import Preview
 from gspo.rewards.runner import RewardRunner
@@ -20,8 +21,10 @@ from gspo.training.run import check_prompts, max_prompt_tokens, preview_trained_
 GB = 1e9
 
 
-def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> list[str]:
+def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = (), world: World | None = None) -> list[str]:
     """Loads task, rewards and tokenizer and estimates memory; returns what there is to say, warnings first.
+
+    Communicates nothing: of a `world` of several processes one makes it for all.
 
     Raises BadInputError for what would stop the run before its first step, except a lack of memory, which is told.
     """
@@ -31,10 +34,10 @@ def dry_run(config: Config, functions: Sequence[Callable[..., Any]] = ()) -> lis
     with closing(RewardRunner(config.reward, default=rows.default_reward, functions=functions)) as rewards:
         warnings = config.warnings() + rewards.validate(rows.train)
         names = rewards.names
-    policy = preview_trained_policy(config, None, rows)
+    policy = preview_trained_policy(config, None, rows, world)
     warnings += slow_autocast(policy.autocast, policy.device)
     check_architecture(policy, config)
-    check_engine(config, policy.device)
+    check_engine(config, policy.device, world)
     room = max_prompt_tokens(config, policy.context_length)
     task = load_task(config.task, policy.tokenizer, seed=config.run.seed, max_prompt_tokens=room, rows=rows)
     return [f"warning: {line}" for line in warnings] + [_memory(policy), _task(task), f"rewards: {', '.join(names)}"]

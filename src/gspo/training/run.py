@@ -49,7 +49,7 @@ class Run:
                 RewardRunner(config.reward, default=rows.default_reward, functions=functions)
             )
             notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
-            preview = preview_trained_policy(config, checkpoint, rows)
+            preview = preview_trained_policy(config, checkpoint, rows, world)
             check_architecture(preview, config)
             check_engine(config, preview.device, world)
             self.task: Task = load_task(
@@ -173,7 +173,7 @@ class Run:
         memory = [] if self.policy.memory is None else [f"memory: {self.policy.memory}"]
         together = []
         if self.world.size > 1:
-            part = "a slice of" if self.policy.sharded else "the whole"
+            part = "a slice of the" if self.policy.sharded else "the whole"
             together = [f"processes: {self.world.size}, each with {part} policy and its share of the rollouts"]
         return [
             *together,
@@ -202,9 +202,9 @@ def check_prompts(config: Config, rows: Rows) -> None:
         )
 
 
-def preview_trained_policy(config: Config, checkpoint: Path | None, rows: Rows) -> Preview:
+def preview_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, world: World | None = None) -> Preview:
     """What is known, before its weights are read, of the policy that `load_trained_policy` loads."""
-    return preview_policy(config.model.path, resume=checkpoint, **_policy_settings(config, rows))
+    return preview_policy(config.model.path, resume=checkpoint, world=world, **_policy_settings(config, rows))
 
 
 def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, world: World | None = None) -> Policy:
@@ -213,12 +213,9 @@ def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, wor
         config.model.path,
         resume=checkpoint,
         layout=config.model.layout,
-        compile=config.model.compile,
         batch_invariant=config.likelihoods.batch_invariant and config.rollout.engine == "transformers",
         seed=config.run.seed,
         world=world,
-        shard=config.distributed.shard,
-        reshard_after_forward=config.distributed.reshard_after_forward,
         **_policy_settings(config, rows),
     )
 
@@ -232,6 +229,10 @@ def _policy_settings(config: Config, rows: Rows) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code,
         "reference": config.objective.kl_weight > 0,
         "tokens": _largest_micro_batch(config, rows),
+        "compile": config.model.compile,
+        "shard": config.distributed.shard,
+        "reshard_after_forward": config.distributed.reshard_after_forward,
+        "samples": config.rollout.engine == "transformers",
     }
 
 
