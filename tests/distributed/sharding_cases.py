@@ -39,7 +39,7 @@ STEPS, RATE, MAX_NORM = 4, 0.02, 3.0
 def everything(folder):
     """Every case on two processes; figures by case."""
     torch.set_num_threads(1)
-    world = World.from_environment(60, device="cpu")
+    world = World.from_environment(300, device="cpu")
     try:
         figures = {}
         for name in CASES:

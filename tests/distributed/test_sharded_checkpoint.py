@@ -34,7 +34,7 @@ def figures(folder, alone):  # noqa: ARG001 - the processes go on from what it h
     with pytest.MonkeyPatch.context() as patch:
         # The C library would keep freed memory for itself, and count it as the process's.
         patch.setenv("MALLOC_MMAP_THRESHOLD_", "100000")
-        return run_processes(name, 3, str(folder), str(free_port()), seconds=240)
+        return run_processes(name, 3, str(folder), str(free_port()), seconds=400)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,7 @@ def figures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharding")
     for family in {family for family, _ in CASES.values()}:
         save_tiny(folder / family, family)
-    return run_processes("tests.distributed.sharding_cases:everything", 2, str(folder), seconds=240)
+    return run_processes("tests.distributed.sharding_cases:everything", 2, str(folder), seconds=400)
 
 
 @pytest.mark.parametrize("case", CASES)
