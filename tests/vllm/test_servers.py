@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import socket
@@ -102,6 +103,47 @@ def test_servers_that_die_in_a_step_cost_nothing(servers: list[Server], engine: 
     interrupted = generate_while(engine, lambda: kill_when_busy(engine, servers[1]))
     assert_step(interrupted, policy, version=1)
     assert engine.pool.servers[0].ready
+
+
+def test_weights_that_arrive_inside_a_response_draw_its_later_tokens(
+    servers: list[Server], policy: Policy, tmp_path: Path
+) -> None:
+    """Each token's log-prob is that of the version that its label names, given all tokens before it."""
+    old = Policy(copy.deepcopy(policy.model), policy.tokenizer, policy.folder)
+    alive = next(server for server in servers if server.process.poll() is None)
+    engine = ServerEngine(
+        [alive.url],
+        policy.tokenizer,
+        weights_folder=tmp_path,
+        max_concurrent=16,
+        request_timeout=300.0,
+        server_wait=START_SECONDS,
+        overlap=True,
+    )
+    engine.update_weights(old.tensors(), 0)
+    wait_for_all(engine)
+    policy.change(seed=2)
+    rollouts = generate_while(engine, lambda: update_when_busy(engine, policy))
+    engine.close()
+    assert [(r.slot, r.sample) for r in rollouts] == [(slot, sample) for slot in range(4) for sample in range(4)]
+    mixed = [r for r in rollouts if len(r.policy_version) == 2]
+    assert mixed
+    for rollout in rollouts:
+        assert {span.version for span in rollout.policy_version} <= {0, 1}
+        since = next((span.start for span in rollout.policy_version if span.version == 1), len(rollout.response_ids))
+        expected = torch.cat([old.logprobs(rollout)[:since], policy.logprobs(rollout)[since:]])
+        torch.testing.assert_close(torch.tensor(rollout.sampler_logprobs), expected, atol=1e-3, rtol=0)
+    far = [(old.logprobs(r) - torch.tensor(r.sampler_logprobs))[r.policy_version[1].start :].abs().max() for r in mixed]
+    assert min(far) > 0.1
+
+
+def update_when_busy(engine: ServerEngine, policy: Policy) -> None:
+    (server,) = engine.pool.servers
+    deadline = time.monotonic() + START_SECONDS
+    while server.running < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    engine.update_weights(policy.tensors(), 1)
 
 
 def wait_for_all(engine: ServerEngine) -> None:
