@@ -19,13 +19,12 @@ from gspo.config.data import (
 )
 from gspo.config.distributed import DistributedConfig
 from gspo.config.loading import build_config, load_config, read_settings
+from gspo.config.model import LoraConfig, ModelConfig
 from gspo.config.schema import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
     LikelihoodsConfig,
-    LoraConfig,
-    ModelConfig,
     ObjectiveConfig,
     ObjectiveName,
     OptimizerConfig,
