@@ -67,6 +67,7 @@ def _rollout(draw: st.DrawFn, slot: int, sample: int, routers: tuple[str, ...]) 
         "turns": draw(st.none() | _sequence(st.integers(-1, 3), length)),
         "turn_rewards": draw(st.none() | st.lists(st.floats(allow_nan=False), max_size=3).map(tuple)),
         "token_rewards": draw(st.none() | _sequence(st.floats(allow_nan=False), length)),
+        "updates_behind": draw(st.integers(0, 99)),
     }
 
 
