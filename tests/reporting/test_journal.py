@@ -129,10 +129,30 @@ def test_supports_of_other_rollouts_or_none_are_an_error(tmp_path: Path) -> None
     with pytest.raises(BadInputError, match=r"one\.jsonl\.zst: not a whole rollout file .*other rollouts"):
         read_rollouts(one)
     supports_file(one).unlink()
-    with pytest.raises(BadInputError, match=r"one\.jsonl\.zst: not a whole rollout file"):
+    with pytest.raises(BadInputError, match=r"one\.jsonl\.zst: not a whole rollout file .*supports are missing"):
         read_rollouts(one)
     write_rollouts(two, [make_rollout()])
     assert not supports_file(two).exists()
+
+
+@pytest.mark.parametrize("place", [*range(5, 90, 7), -1])
+def test_one_bit_that_turned_over_in_the_supports_is_found(tmp_path: Path, place: int) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    write_rollouts(path, [with_support(make_rollout(), 40, 50, 60)])
+    content = bytearray(supports_file(path).read_bytes())
+    content[place] ^= 4
+    supports_file(path).write_bytes(content)
+    with pytest.raises(BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file"):
+        read_rollouts(path)
+
+
+def test_supports_and_routes_that_are_no_tensors_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    for file, content in ((supports_file, zstandard.compress(b"no tensors" * 9)), (routes_file, b"no tensors" * 9)):
+        write_rollouts(path, [with_support(with_routes(make_rollout(), 3), 1, 2, 3)])
+        file(path).write_bytes(content)
+        with pytest.raises(BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file"):
+            read_rollouts(path)
 
 
 def test_a_large_support_takes_little_more_than_a_byte_an_id(tmp_path: Path) -> None:

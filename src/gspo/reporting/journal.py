@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
@@ -55,7 +56,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
         routes = load_tensors(routes_file(path).read_bytes()) if routes_file(path).exists() else {}
         supports = load_tensors(_decompressed(supports_file(path))) if supports_file(path).exists() else {}
         return _restore(records, routes, _unpack_supports(records, supports))
-    except (zstandard.ZstdError, ValueError, KeyError, EOFError) as error:
+    except (zstandard.ZstdError, SafetensorError, ValueError, KeyError, EOFError) as error:
         raise BadInputError(f"{path}: not a whole rollout file ({error}); remove it to sample the step again") from None
 
 
@@ -80,7 +81,8 @@ def _write_or_remove(path: Path, content: bytes | None) -> None:
 
 
 def _compressed(content: bytes) -> bytes:
-    return zstandard.ZstdCompressor(level=3).compress(content)
+    # Without the checksum, a byte that turns over on disk reads back as other ids or log-probs.
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(content)
 
 
 def _decompressed(path: Path) -> bytes:
@@ -135,6 +137,8 @@ def _unpack_supports(
     known = [count for count in tokens if count is not None]
     if not known and not stored:
         return [None] * len(records)
+    if known and not stored:
+        raise ValueError("its supports are missing")
     counts = stored["counts"].astype(np.int64)
     ids = unpack(stored["planes"])
     if sum(known) != len(counts) or counts.sum() != len(ids):
