@@ -56,17 +56,16 @@ def _differences(audit: Audit) -> Rows:
 
 def _structure(audit: Audit) -> Rows:
     found = audit.differences
-    identical = [f"{share:.1%}" for share in (found.identical, found.identical_responses)]
+    identical = f"{found.identical:.1%} / {found.identical_responses:.1%}"
     lagged = ["-" if r is None else f"{r:+.2f}" for r in found.autocorrelation[:4]]
     return [
         [
             "token std",
             "std shared by a response",
-            "identical tokens",
-            "identical responses",
+            "identical tokens / responses",
             *(f"lag {lag}" for lag in range(1, 5)),
         ],
-        [f"{found.noise.token_std:.2g}", f"{found.noise.response_std:.2g}", *identical, *lagged],
+        [f"{found.noise.token_std:.2g}", f"{found.noise.response_std:.2g}", identical, *lagged],
     ]
 
 
