@@ -57,7 +57,9 @@ def _dispatch(argv: list[str]) -> int:
     if unknown:
         raise BadInputError(why_unknown(unknown[0]))
     if is_one_of_many() and arguments.command != "train":
-        raise BadInputError(f"gspo {arguments.command} runs in one process; start it without torchrun")
+        raise BadInputError(
+            f"gspo {arguments.command} runs in one process; start it without torchrun (WORLD_SIZE is set)"
+        )
     if arguments.command == "train":
         return run_train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
     if arguments.command == "export":

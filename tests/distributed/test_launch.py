@@ -71,7 +71,8 @@ def test_other_commands_run_in_one_process(words, endings, capsys):
     with pytest.raises(SystemExit):
         main(words)
     assert endings == [2]
-    assert capsys.readouterr().err == f"gspo: gspo {words[0]} runs in one process; start it without torchrun\n"
+    line = f"gspo: gspo {words[0]} runs in one process; start it without torchrun (WORLD_SIZE is set)\n"
+    assert capsys.readouterr().err == line
 
 
 def test_vllm_inside_of_several_processes_is_refused():

@@ -218,6 +218,13 @@ def test_a_resume_keeps_changed_settings_once_they_work(folder, tmp_path):
     assert RunFolder.open(run).read_config() == changed
 
 
+def test_a_resume_does_not_take_another_model(folder, tmp_path):
+    run = loop.train(settings(folder, tmp_path, training={"steps": 1}), reward=early_words).run
+    other = settings(folder, tmp_path, training={"steps": 2}, model={"path": "elsewhere"})
+    with pytest.raises(BadInputError, match=r"model\.path = 'elsewhere': a resumed run goes on from its checkpoint"):
+        loop.train(other, reward=early_words, resume=run)
+
+
 @pytest.mark.parametrize("name", [STATE, OPTIMIZER])
 @pytest.mark.parametrize("content", [None, b"{"])
 def test_a_damaged_checkpoint_is_one_line(folder, tmp_path, name, content):

@@ -190,7 +190,20 @@ def _start(config: Config, resume: Path | None) -> tuple[RunFolder, Path | None,
     if resume is None:
         return RunFolder.planned(config), None, TrainState()
     folder, checkpoint = RunFolder.open(resume), find_checkpoint(resume)
-    return folder, checkpoint, TrainState() if checkpoint is None else read_state(checkpoint)
+    if checkpoint is None:
+        return folder, None, TrainState()
+    _check_same_model(config, folder.read_config())
+    return folder, checkpoint, read_state(checkpoint)
+
+
+def _check_same_model(config: Config, before: Config) -> None:
+    """A path that moved is needed where a checkpoint does not hold the whole model: an adapter's base, a reference."""
+    used = config.model.lora is not None or config.objective.kl_weight > 0
+    if config.model.path != before.model.path and not used:
+        raise BadInputError(
+            f"model.path = {config.model.path!r}: a resumed run goes on from its checkpoint, which began as "
+            f"{before.model.path!r}; leave it out, or start a new run from that model"
+        )
 
 
 def check_prompts(config: Config, rows: Rows) -> None:
