@@ -43,7 +43,7 @@ def everything(folder, second_port):
 
 @contextmanager
 def world_of(rank, size):
-    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    variables = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     with closing(World.from_environment(300, device="cpu", environment=variables)) as world:
         yield world
 

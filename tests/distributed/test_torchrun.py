@@ -125,7 +125,7 @@ def test_two_processes_make_the_run_of_one(config, one, shard):
     ]
     for step in (1, 2, 3):
         assert said.count(f"step {step}/3 ") == 1, "one process speaks"
-    part = {"none": "the whole", "full": "a slice of"}[shard]
+    part = {"none": "the whole", "full": "a slice of the"}[shard]
     assert f"processes: 2, each with {part} policy and its share of the rollouts" in said
 
 

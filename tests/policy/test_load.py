@@ -140,10 +140,11 @@ def test_a_bad_folder_gets_one_line(copy, damage, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_neither_folder_nor_hub_model_is_said_to_be_neither(monkeypatch):
+def test_what_is_neither_folder_nor_hub_model_is_said_to_be_neither(tmp_path, monkeypatch):
     def unreachable(*_, **__):
         raise OSError("no connection")
 
+    monkeypatch.chdir(tmp_path)  # where no folder `models` makes it a path
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
     with pytest.raises(BadInputError, match=r"'models/none' is no folder here and cannot be loaded as a hub id"):
         load_policy("models/none", device="cpu")
