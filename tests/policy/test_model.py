@@ -12,6 +12,7 @@ from gspo.policy.routing import replay_routing
 from tests.policy.tiny import (
     FAMILIES,
     HYBRIDS,
+    cut_routes,
     gradients,
     make_rollout,
     plain_scores,
@@ -136,7 +137,7 @@ def test_replayed_routes_give_the_scores_and_gradients_of_one_rollout_at_a_time(
     if lora:
         grown_adapter(model, 0.02)
     expected = [torch.zeros(layout.rows, layout.columns) for _ in range(2)]
-    cut = {name: layout.cut_routes(chosen.long().numpy()) for name, chosen in routes.items()}
+    cut = {name: cut_routes(layout, chosen.long().numpy()) for name, chosen in routes.items()}
     for row, rollout in enumerate(rollouts):
         alone = build_layout([rollout], "padded")
         if alone.places.numel():

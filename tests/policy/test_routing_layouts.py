@@ -9,7 +9,7 @@ from gspo.policy.load import enable_activation_checkpointing
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import Routes, record_routing, replay_routing
 from tests.policy.moe_families import make
-from tests.policy.tiny import make_rollout, random_rollouts
+from tests.policy.tiny import cut_routes, make_rollout, random_rollouts
 
 KINDS = ["shared", "packed", "padded"]
 
@@ -26,7 +26,7 @@ def moved(routes: Routes, source: TokenLayout, target: TokenLayout) -> dict[str,
     """Routes of one layout in the order of another, by way of the rollouts."""
     placed = {}
     for name, indices in routes.items():
-        rollouts = source.cut_routes(indices.numpy().astype(np.int16))
+        rollouts = cut_routes(source, indices.numpy().astype(np.int16))
         placed[name] = torch.from_numpy(target.place_routes(rollouts))
     return placed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer
@@ -193,3 +194,13 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(
         float((found[name] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest) for name, g in expected.items()
     )
+
+
+def cut_routes(layout: Any, flat: Any) -> list[Any]:
+    """The inverse of `place_routes`: for each rollout the rows of its fed tokens, from [N, K] of all."""
+    routes = [flat[:0]] * layout.rows
+    for piece in layout.pieces:
+        prompt = flat[piece.prompt.start : piece.prompt.stop]
+        for index, span in piece.responses:
+            routes[index] = np.concatenate([prompt, flat[span.start : span.stop]])
+    return routes

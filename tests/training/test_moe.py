@@ -19,7 +19,7 @@ from gspo.training.credit import make_batch
 from gspo.training.learner import Learner
 from gspo.training.routing_metrics import RoutingMetrics
 from gspo.training.update_metrics import UpdateMetrics
-from tests.policy.tiny import gradients, plain_scores, random_rollouts, save_tiny, worst
+from tests.policy.tiny import cut_routes, gradients, plain_scores, random_rollouts, save_tiny, worst
 from tests.training.tiny_task import early_words
 
 EXPERTS, CHOSEN = 6, 2
@@ -133,7 +133,7 @@ def test_the_recorded_experts_run_whatever_became_of_the_routers(
         assert torch.cat(changed).float().mean() > 0.01
         if replay == "sampler":
             for name, indices in routes.items():
-                cut = micro.layout.cut_routes(indices.numpy().astype(np.int16))
+                cut = cut_routes(micro.layout, indices.numpy().astype(np.int16))
                 for found, rollout in zip(cut, micro.batch.rollouts, strict=True):
                     assert np.array_equal(found, rollout.routes[name])
     (line,) = figures(result)

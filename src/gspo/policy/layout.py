@@ -126,15 +126,6 @@ class TokenLayout:
             placed[piece.prompt.start : piece.prompt.stop] = routes[piece.responses[0][0]][: piece.prompt.length]
         return placed
 
-    def cut_routes(self, flat: Int[np.ndarray, "N K"]) -> list[np.ndarray]:
-        """The inverse of `place_routes`: for each rollout the rows of its fed tokens."""
-        routes: list[np.ndarray] = [flat[:0]] * self.rows
-        for piece in self.pieces:
-            prompt = flat[piece.prompt.start : piece.prompt.stop]
-            for index, span in piece.responses:
-                routes[index] = np.concatenate([prompt, flat[span.start : span.stop]])
-        return routes
-
 
 def build_layout(rollouts: Sequence[Rollout], kind: LayoutKind, *, columns: int | None = None) -> TokenLayout:
     """Lays out the rollouts; those of the same slot are a group and share their prompt.
