@@ -15,6 +15,7 @@ from gspo.config import load_config
 from gspo.config.flags import split_overrides, why_unknown
 from gspo.distributed.launch import is_one_of_many, run_among_others, say_why
 from gspo.errors import BadInputError, GspoError
+from gspo.reporting.run_folder import ROLLOUTS_SHOWN, RunFolder
 from gspo.training.command import INTERRUPTED, run_train
 
 _OVERRIDES = """
@@ -144,7 +145,11 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="where to write the page; default: report.html in RUN (of several: comparison.html in the first)",
     )
     report.add_argument(
-        "--rollouts", type=int, default=32, metavar="N", help="rollouts to show of a step, at most (default 32)"
+        "--rollouts",
+        type=int,
+        default=ROLLOUTS_SHOWN,
+        metavar="N",
+        help=f"rollouts to show of a step, at most (default {ROLLOUTS_SHOWN})",
     )
     step = "show the rollouts of this step (can be repeated); default: the first, the last and some between"
     report.add_argument("--step", type=int, action="append", default=[], metavar="S", help=step)
@@ -215,8 +220,6 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
 
 
 def _audit(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
-    from gspo.reporting.run_folder import RunFolder
-
     run = arguments.subject if arguments.subject.is_dir() else None
     config = load_config(arguments.subject, overrides) if run is None else RunFolder.open(run).read_config(overrides)
     from gspo.audit.command import run_audit

@@ -1,12 +1,13 @@
 """One object writes the whole run, and a resumed run leaves no doubled line."""
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from gspo.cli import main
 from gspo.config import build_config
 from gspo.distributed.world import World
 from gspo.reporting.files import read_lines
@@ -101,7 +102,49 @@ def test_only_the_main_process_writes(run: RunFolder) -> None:
     target.close()
     assert not run.metrics_file.exists()
     assert not run.rollout_file(1).exists()
+    assert not run.report_file.exists()
     assert screen.getvalue() == ""
+
+
+def test_the_end_of_a_run_writes_the_page_of_gspo_report(run: RunFolder) -> None:
+    target, screen = recorder(run)
+    write_step(target, 1, 1.0)
+    target.close()
+    written = run.report_file.read_bytes()
+    assert b"Step 1: 1 groups, 2 rollouts" in written
+    assert "report" not in screen.getvalue()
+    run.report_file.unlink()
+    assert main(["report", str(run.path)]) == 0
+    assert run.report_file.read_bytes() == written
+
+
+def test_without_a_finished_step_there_is_no_page(run: RunFolder) -> None:
+    target, _ = recorder(run)
+    target.close()
+    assert not run.report_file.exists()
+
+
+def damage_metrics(run: RunFolder) -> None:
+    run.metrics_file.write_text("no JSON\n" + run.metrics_file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [(lambda run: run.report_file.mkdir(), "directory"), (damage_metrics, "metrics.jsonl:1: not a JSON record")],
+)
+def test_a_page_that_cannot_be_written_costs_a_line_and_nothing_else(
+    run: RunFolder, harm: Callable[[RunFolder], None], reason: str
+) -> None:
+    target, screen = recorder(run)
+    write_step(target, 1, 1.0)
+    harm(run)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    target.close()
+    *_, line = screen.getvalue().splitlines()
+    assert line.startswith(f"warning: {run.report_file} is not written (")
+    assert reason in line
+    assert line.endswith(f"; try: gspo report {run.path}")
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
 
 
 class Tracker:

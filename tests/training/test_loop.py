@@ -93,6 +93,18 @@ def test_resumed_run_ends_at_the_same_bits(folder, tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_ctrl_c_leaves_a_report_of_the_finished_steps(folder, tmp_path):
+    def interrupt(result):
+        if result.step == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(settings(folder, tmp_path), reward=early_words, callbacks=[interrupt])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "2 of 4, last written" in page
+    assert "Step 2: 4 groups, 16 rollouts" in page
+
+
 class CutError(Exception):
     """Stands for a kill between two steps."""
 

@@ -15,6 +15,7 @@ from gspo.reporting.files import LineFile
 from gspo.reporting.journal import Advantage, read_rollouts, write_rollouts
 from gspo.reporting.metrics import Metric, Ratio, as_record, value_of
 from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.run_report import write_page
 from gspo.reporting.trackers import Tracker, open_trackers
 from gspo.training.evaluation import Evaluation, evaluation_record
 from gspo.types import Rollout
@@ -109,12 +110,22 @@ class Recorder:
             self.note(f"held out after step {step}: accuracy {estimate.value:.3f} {interval}, n = {estimate.n}{lost}")
 
     def close(self) -> None:
-        """Lets the trackers send what is left and gives the terminal back."""
+        """Gives the terminal back, writes the report's page and lets the trackers send what is left."""
         if not self._active:
             return
         self._progress.close()
+        if self.run.metrics_file.exists():
+            self._report()
         for tracker in self._trackers:
             tracker.close()
+
+    def _report(self) -> None:
+        """The page is made of what is on disk already: where that fails, nothing is lost."""
+        try:
+            write_page(self.run)
+        except Exception as error:  # noqa: BLE001 (a run that has trained does not fail for its page)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.note(f"warning: {self.run.report_file} is not written ({reason}); try: gspo report {self.run.path}")
 
     def _track(self, step: int, values: Mapping[str, float | int | None]) -> None:
         known = {name: value for name, value in values.items() if value is not None}

@@ -15,6 +15,9 @@ from gspo.config import Config, build_config
 from gspo.errors import BadInputError
 from gspo.reporting.files import write_atomically
 
+ROLLOUTS_SHOWN = 32
+"""Rollouts of a step that a report shows where nothing else is asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -27,6 +30,7 @@ class RunFolder:
     rollouts/step-000001.jsonl.zst   every rollout of a step; beside it routes and supports, if any
     evaluations/step-000001.jsonl.zst
     checkpoints/
+    report.html                      what the above says, as a page
     """
 
     path: Path
@@ -122,6 +126,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
 
     def rollout_file(self, step: int) -> Path:
         """The rollouts that step `step` trains on."""

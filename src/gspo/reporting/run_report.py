@@ -19,7 +19,8 @@ from gspo.reporting.inspector import STYLE, chosen_steps, inspect_step, visible
 from gspo.reporting.page import document
 from gspo.reporting.report_plots import plots
 from gspo.reporting.rollout_records import drop_reasons, recorded_steps
-from gspo.reporting.run_records import RunRecords
+from gspo.reporting.run_folder import ROLLOUTS_SHOWN, RunFolder
+from gspo.reporting.run_records import RunRecords, read_runs
 from gspo.reporting.run_summary import summary
 from gspo.reporting.tables import Rows, html_table, terminal_table
 
@@ -55,12 +56,22 @@ def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int
         say(console, f"note: {line}")
     for line in report.findings:
         say(console, f"look at: {line}")
-    path = html or runs[0].folder.path / ("report.html" if len(runs) == 1 else "comparison.html")
+    first = runs[0].folder
+    path = html or (first.report_file if len(runs) == 1 else first.path / "comparison.html")
     try:
         write_atomically(path, page(report, rollouts, steps).encode())
     except OSError as error:
         raise BadInputError(f"--html: {path} cannot be written ({error.strerror}); give another file") from None
     say(console, f"page: {path}")
+
+
+def write_page(folder: RunFolder) -> None:
+    """Writes the page of one run into its folder, as `gspo report` does, and prints nothing.
+
+    Raises BadInputError where a record is damaged, OSError where the page cannot be written.
+    """
+    runs = read_runs([folder.path])
+    write_atomically(folder.report_file, page(report_of(runs), ROLLOUTS_SHOWN, ()).encode())
 
 
 def report_of(runs: Sequence[RunRecords]) -> RunReport:

@@ -33,7 +33,8 @@ def print_result(console: Console, run: RunFolder, config: Config) -> None:
         rows[0] = ("before" if records[0]["step"] == 0 else rows[0][0], rows[0][1])
         how = "greedy" if config.evaluation.temperature == 0 else f"temperature {config.evaluation.temperature:g}"
         print_estimates(console, f"held-out accuracy ({how})", rows if len(records) > 1 else rows[:1])
-    say(console, f"curves and rollouts: gspo report {run.path}")
+    there = run.report_file.exists()
+    say(console, f"curves and rollouts: {run.report_file if there else f'gspo report {run.path}'}")
     say(console, f"run: {run.path}")
 
 
