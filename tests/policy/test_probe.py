@@ -24,7 +24,7 @@ def test_models_that_carry_a_state_along_the_row_fall_back_to_padded_and_say_so_
         findings = probe(tiny_model(family), "shared")
     assert findings.layout == "padded"
     assert findings.exact_head
-    assert [record.message for record in caplog.records if record.name == "gspo"] == list(findings.notes)
+    assert [record.message for record in caplog.records if record.name == "gspo.policy.probe"] == list(findings.notes)
     assert "shared rollouts are not exact for this model; using padded" in findings.notes[0]
 
 

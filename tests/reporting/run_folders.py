@@ -11,6 +11,7 @@ from gspo.config import Config, build_config
 from gspo.reporting.journal import write_rollouts
 from gspo.reporting.metrics import Metric, Ratio, as_record
 from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.warning_log import WarningLog
 from gspo.types import Rollout
 
 CALM: Mapping[str, Metric] = {
@@ -53,6 +54,7 @@ def make_run(
     config: Config | None = None,
     accuracy: Mapping[int, tuple[float, float, float]] | None = None,
     rollouts: Mapping[int, Sequence[Rollout]] | None = None,
+    warnings: Mapping[int, str] | None = None,
 ) -> Path:
     """A run whose steps, from 1 on, have these figures (over those of `CALM`)."""
     run = RunFolder(folder)
@@ -70,6 +72,8 @@ def make_run(
         for step, (value, low, high) in (accuracy or {}).items()
     ]
     run.evaluations_file.write_text("".join(json.dumps(line) + "\n" for line in evaluations))
+    for step, text in (warnings or {}).items():
+        WarningLog(run.warnings_file).add(step, "settings", text, once=False)
     for step, of_step in (rollouts or {}).items():
         write_rollouts(run.rollout_file(step), of_step)
     return folder

@@ -99,10 +99,12 @@ def test_only_the_main_process_writes(run: RunFolder) -> None:
     target = Recorder(run.read_config(), run, world=World(rank=1, size=2), console=Console(file=screen))
     write_step(target, 1, 1.0)
     target.note("hello")
+    target.warn(1, "clip range", "below the noise")
     target.close()
     assert not run.metrics_file.exists()
     assert not run.rollout_file(1).exists()
     assert not run.report_file.exists()
+    assert not run.warnings_file.exists()
     assert screen.getvalue() == ""
 
 
@@ -167,10 +169,12 @@ def test_trackers_get_what_has_a_value_and_a_failing_one_does_not_end_the_run(
 ) -> None:
     good, bad = Tracker(fails=False), Tracker(fails=True)
     monkeypatch.setattr("gspo.reporting.recorder.open_trackers", lambda *_, **__: [bad, good])
-    target, _ = recorder(run)
-    with pytest.warns(UserWarning, match=r"Tracker failed \(no network\)"):
-        write_step(target, 1, 1.0)
+    target, screen = recorder(run)
+    write_step(target, 1, 1.0)
     write_step(target, 2, 1.0)
     target.close()
+    text = "Tracker failed (no network) and gets no more metrics; the run goes on"
+    assert read_lines(run.warnings_file) == [{"step": 1, "what": "tracker", "text": text}]
+    assert f"warning: {text}\n" in screen.getvalue()
     assert good.seen == [(1, {"reward/mean": 0.5}), (2, {"reward/mean": 0.5})]
     assert good.closed

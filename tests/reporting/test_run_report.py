@@ -90,6 +90,25 @@ def test_any_part_may_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (folder / "report.html").exists()
 
 
+def test_warnings_are_shown_and_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that the run kept; of a run that kept none, those that its settings deserve."""
+    config = settings(2, task={"held_out": 0})
+    told = make_run(tmp_path / "told", [{}] * 2, config=config, warnings={0: f"f: {HOSTILE}", 2: "no signal"})
+    assert main(["report", str(told)]) == 0
+    shown = capsys.readouterr().out
+    assert cells(shown)["warnings"] == ["2"]
+    assert "warning: step 2: no signal" in shown
+    assert "nothing is held out" not in shown
+    page = (told / "report.html").read_text()
+    assert "<h2>Warnings while it ran</h2><ul><li>at the start: f: &lt;" in page
+    assert HOSTILE not in page
+    old = make_run(tmp_path / "old", [{}] * 2, config=config)
+    assert main(["report", str(old)]) == 0
+    shown = capsys.readouterr().out
+    assert cells(shown)["warnings"] == ["0"]
+    assert "warning: task.held_out = 0: nothing is held out" in shown
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_has_hardly_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int) -> None:
     folder = make_run(tmp_path / "r", [{}] * steps, config=settings(60), rollouts={1: [make_rollout()]})

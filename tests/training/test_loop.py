@@ -1,12 +1,14 @@
 """`train` from a config to a run folder, on a tiny model."""
 
 import json
+import logging
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import gspo.rollout.transformers_engine as transformers_engine
 import gspo.training.loop as loop
 from gspo.config import build_config
 from gspo.errors import BadInputError, GspoError
@@ -91,6 +93,33 @@ def test_resumed_run_ends_at_the_same_bits(folder, tmp_path):
     assert all(torch.equal(a[k], b[k]) for k in a)
     a, b = (load_file(r.checkpoint / "trainer_optimizer.safetensors") for r in (whole, resumed))
     assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_warnings_are_kept_once_and_over_a_resume(folder, tmp_path, capsys, monkeypatch):
+    """From the settings, from the library's own log while it samples, and from two steps that teach nothing."""
+    choose = transformers_engine.choose_decoder
+
+    def complain(model):
+        logging.getLogger("gspo.rollout.decoder_choice").warning("no cache")
+        return choose(model)
+
+    def same_for_all(completions, **_):
+        return [1.0] * len(completions)
+
+    monkeypatch.setattr(transformers_engine, "choose_decoder", complain)
+    config = settings(folder, tmp_path, reward={"truncated_penalty": 0.2})
+    with pytest.raises(CutError):
+        loop.train(config, reward=same_for_all, callbacks=[cut_after(2)])
+    kept = lines(tmp_path / "run" / "warnings.jsonl")
+    assert [(w["step"], w["what"]) for w in kept] == [(0, "settings"), (0, "rollout"), (1, "no signal")]
+    assert kept[0]["text"].startswith("reward.truncated_penalty has no effect")
+    assert kept[2]["text"].startswith("step 1 taught nothing: in every group all rewards are equal")
+    shown = capsys.readouterr().out
+    assert [shown.count(f"warning: {w['text']}") for w in kept] == [1, 1, 1]
+    loop.train(config, reward=same_for_all, resume=tmp_path / "run")
+    assert lines(tmp_path / "run" / "warnings.jsonl") == kept
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert all(f"<li>{place}" in page for place in ("at the start: no cache", "step 1: step 1 taught nothing"))
 
 
 def test_ctrl_c_leaves_a_report_of_the_finished_steps(folder, tmp_path):

@@ -19,7 +19,7 @@ from gspo.policy.layout import LayoutKind, build_layout
 from gspo.policy.model import hidden_states
 from gspo.types import Prompt, Rollout, VersionSpan
 
-logger = logging.getLogger("gspo")
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Relative to the largest hidden value. Rounding stays below 1e-4; a lost or foreign prompt is far above."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from gspo.reporting.metrics import Metric, Ratio, as_record, value_of
 from gspo.reporting.run_folder import RunFolder
 from gspo.reporting.run_report import write_page
 from gspo.reporting.trackers import Tracker, open_trackers
+from gspo.reporting.warning_log import WarningLog
 from gspo.training.evaluation import Evaluation, evaluation_record
 from gspo.types import Rollout
 
@@ -48,15 +48,28 @@ class Recorder:
         self._metrics = LineFile(run.metrics_file, resume_step=resume_step)
         self._timings = LineFile(run.timings_file, resume_step=resume_step)
         self._evaluations = LineFile(run.evaluations_file, resume_step=resume_step)
+        self._warnings = WarningLog(run.warnings_file, resume_step=resume_step)
         self._trackers = open_trackers(
             config.tracking, run.path, config.model_dump(mode="json"), resume_step=resume_step
         )
         self._progress = Progress(self.console, config.training.steps, max(resume_step or 0, 0))
 
     def note(self, text: str) -> None:
-        """Says one thing to the user (a warning, what a run runs on)."""
+        """Says one thing to the user (what a run runs on, what an evaluation found)."""
         if self._active:
             say(self.console, text)
+
+    def warn(self, step: int, what: str, text: str, *, once: bool = True) -> None:
+        """Warns the user, and keeps the warning in the run's folder. All warnings of a run go this way.
+
+        Args:
+            step: in which it is given (at the start of a process: the last finished one).
+            what: what it is about, in a word or two.
+            text: the warning, in one line.
+            once: whether one of its kind is enough for a run, whatever its text; else each text is given once.
+        """
+        if self._active and self._warnings.add(step, what, text, once=once):
+            say(self.console, f"warning: {text}")
 
     def stage(self, name: str) -> None:
         """What the run is at, for the live line."""
@@ -103,7 +116,9 @@ class Recorder:
         estimate = evaluation.accuracy
         if estimate.value is None:
             reason = next((r.dropped for r in evaluation.rollouts if r.dropped is not None), "there is none")
-            self.note(f"held out after step {step}: no response could be scored ({reason})")
+            self.warn(
+                step, "evaluation", f"held out after step {step}: no response could be scored ({reason})", once=False
+            )
         else:
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
             lost = f", {evaluation.dropped} responses not scored" if evaluation.dropped else ""
@@ -139,7 +154,10 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 (trackers raise what they like)
             self._trackers.remove(tracker)
             name = type(tracker).__name__
-            warnings.warn(f"{name} failed ({error}) and gets no more metrics; the run goes on", stacklevel=2)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self.warn(
+                step, "tracker", f"{name} failed ({reason}) and gets no more metrics; the run goes on", once=False
+            )
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, Metric]:

@@ -27,6 +27,7 @@ class RunFolder:
     metrics.jsonl                    a line a step: each metric, with its sum and denominator
     timings.jsonl                    a line a step: seconds, tokens per second, peak memory (not reproducible)
     evaluations.jsonl                a line an evaluation
+    warnings.jsonl                   a line a warning: the step that gave it, what it is about, its text
     rollouts/step-000001.jsonl.zst   every rollout of a step; beside it routes and supports, if any
     evaluations/step-000001.jsonl.zst
     checkpoints/
@@ -118,6 +119,10 @@ class RunFolder:
     @property
     def evaluations_file(self) -> Path:
         return self.path / "evaluations.jsonl"
+
+    @property
+    def warnings_file(self) -> Path:
+        return self.path / "warnings.jsonl"
 
     @property
     def rollouts(self) -> Path:

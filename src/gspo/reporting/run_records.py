@@ -23,6 +23,8 @@ Record = Mapping[str, Any]
 class RunRecords:
     """The records of a run, each sorted by step; what is missing is empty, and `notes` say what and why.
 
+    `warnings` are those that were given while it ran: a `step`, `what` and `text` each.
+
     `config` is None where it is missing or was written by a version with other settings.
     """
 
@@ -32,6 +34,7 @@ class RunRecords:
     metrics: Sequence[Record]
     timings: Sequence[Record]
     evaluations: Sequence[Record]
+    warnings: Sequence[Record]
     notes: tuple[str, ...]
 
     @property
@@ -80,7 +83,11 @@ def _read_run(path: Path, name: str) -> RunRecords:
         of_step = {record["step"]: record for record in (read_lines(file) if file.is_file() else [])}
         records.append([of_step[step] for step in sorted(of_step)])
     metrics, timings, evaluations = records
-    return RunRecords(name, folder, config, metrics, list(map(_flat_timing, timings)), evaluations, tuple(notes))
+    given = read_lines(folder.warnings_file) if folder.warnings_file.is_file() else []
+    warnings = [record for record in given if isinstance(record.get("text"), str)]
+    return RunRecords(
+        name, folder, config, metrics, list(map(_flat_timing, timings)), evaluations, warnings, tuple(notes)
+    )
 
 
 def _read_config(folder: RunFolder, notes: list[str]) -> Config | None:

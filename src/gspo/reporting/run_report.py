@@ -29,11 +29,15 @@ _STEPS_OF_ONE, _STEPS_OF_SEVERAL = 5, 2
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a report says, ready to be shown: `notes` and `findings` carry a run's name where there are several."""
+    """What a report says, ready to be shown; each line carries a run's name where there are several.
+
+    `notes` are about what is on disk, `warnings` were given while a run went on, `findings` are what stands out.
+    """
 
     runs: Sequence[RunRecords]
     table: Rows
     notes: Sequence[str]
+    warnings: Sequence[str]
     findings: Sequence[str]
 
 
@@ -54,6 +58,8 @@ def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int
     console.print(terminal_table(report.table))
     for line in report.notes:
         say(console, f"note: {line}")
+    for line in report.warnings:
+        say(console, f"warning: {line}")
     for line in report.findings:
         say(console, f"look at: {line}")
     first = runs[0].folder
@@ -77,14 +83,25 @@ def write_page(folder: RunFolder) -> None:
 def report_of(runs: Sequence[RunRecords]) -> RunReport:
     """The figures of a report and what stands out in them."""
     reasons: list[Counter[str]] = [drop_reasons(run) for run in runs]
-    notes, found = [], []
+    notes, warnings, found = [], [], []
     for run, why in zip(runs, reasons, strict=True):
         name = f"{run.name}: " if len(runs) > 1 else ""
-        of_config = () if run.config is None else run.config.warnings()
         none_yet = () if run.metrics else ("no step is finished yet",)
-        notes += [f"{name}{line}" for line in (*run.notes, *none_yet, *of_config)]
+        notes += [f"{name}{line}" for line in (*run.notes, *none_yet)]
+        warnings += [f"{name}{line}" for line in _warnings(run)]
         found += [f"{name}{line}" for line in findings(run, why)]
-    return RunReport(runs, summary(runs, reasons), notes, found)
+    return RunReport(runs, summary(runs, reasons), notes, warnings, found)
+
+
+def _warnings(run: RunRecords) -> list[str]:
+    """What a run was warned of, and what its settings deserve where it kept no warnings."""
+    given = [f"{_when(record['step'])}: {record['text']}" for record in run.warnings]
+    kept = run.folder.warnings_file.is_file()
+    return given if kept or run.config is None else run.config.warnings()
+
+
+def _when(step: int) -> str:
+    return f"step {step}" if step else "at the start"
 
 
 def check_steps(runs: Sequence[RunRecords], steps: Sequence[int]) -> None:
@@ -105,6 +122,7 @@ def page(report: RunReport, rollouts: int, steps: Sequence[int]) -> str:
         f"<h1>{visible(title)}</h1>",
         _list(report.notes),
         html_table(report.table),
+        "<h2>Warnings while it ran</h2>" + _list(report.warnings) if report.warnings else "",
         "<h2>What to look at</h2>" + (_list(report.findings) or nothing),
         "<h2>Curves</h2>",
         *plots(lines_of(runs)),

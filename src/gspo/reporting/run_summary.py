@@ -62,6 +62,7 @@ def _column(run: RunRecords, reasons: Counter[str]) -> dict[str, str]:
     rows["tokens a second"] = _speeds(run)
     rows["time in steps"] = _time(run)
     rows["rollouts dropped"] = _dropped(run, reasons)
+    rows["warnings"] = str(len(run.warnings))
     return rows
 
 

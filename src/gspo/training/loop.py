@@ -94,14 +94,19 @@ def _step(run: Run) -> StepResult:
     with clock.stage("update"):
         learner.update(step, minibatches, update_metrics)
     if update_metrics.warning is not None:
-        run.recorder.note(update_metrics.warning)
+        run.recorder.warn(step, "clip range", update_metrics.warning)
     with clock.stage("export"):
         run.engine.update_weights(named_tensors(run.policy), learner.version)
     run.state.advance(learner.version, collected.cursor)
     metrics = rollout_metrics(collected, config) | update_metrics.as_metrics()
     run.recorder.metrics(step, metrics)
     if metrics["optimizer/updates"] == 0:
-        run.recorder.note(f"step {step} taught nothing: in every group all rewards are equal, or were dropped")
+        run.recorder.warn(
+            step,
+            "no signal",
+            f"step {step} taught nothing: in every group all rewards are equal, or were dropped; from now on such "
+            "steps are only counted (optimizer/updates = 0)",
+        )
     sampled = sum(len(rollout.response_ids) for rollout in collected.sampled)
     trained = sum(len(rollout.response_ids) for rollout in batch.rollouts)
     rescored = minibatches[1:] if config.likelihoods.old == "recompute" else []

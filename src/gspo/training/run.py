@@ -14,6 +14,7 @@ from gspo.policy.load import Preview, load_policy, preview_policy
 from gspo.policy.model import Policy
 from gspo.reporting.recorder import Recorder
 from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.warning_log import LibraryLog
 from gspo.rewards.runner import RewardRunner
 from gspo.rollout.engine import Engine
 from gspo.tasks.load import Task, load_task
@@ -48,7 +49,9 @@ class Run:
             self.rewards = opened.enter_context(
                 RewardRunner(config.reward, default=rows.default_reward, functions=functions)
             )
-            notes = config.warnings() + rows.notes() + self.rewards.validate(rows.train)
+            library = opened.enter_context(closing(LibraryLog()))
+            warnings = {"settings": config.warnings(), "task": rows.notes()}
+            warnings["rewards"] = self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows, world)
             check_architecture(preview, config)
             check_engine(config, preview.device, world)
@@ -82,12 +85,22 @@ class Run:
             )
             opened.callback(self.recorder.close)
             self._opened = opened.pop_all()
+        warnings["policy"] = list(self.policy.notes)
+        warnings["task"] += self.task.notes
+        for what, texts in warnings.items():
+            for text in texts:
+                self._warn(what, text)
+        library.tell(self._warn)
         if resume is not None:
             where = f"after step {self.state.step}" if checkpoint is not None else "at the start: no checkpoint yet"
             on_disk = self.folder.rollout_file(self.state.step + 1).exists()
-            notes.append(f"resumed {where}" + ("; rollouts already on disk are used again" if on_disk else ""))
-        for note in [*notes, *self._description()]:
+            again = "; rollouts already on disk are used again" if on_disk else ""
+            self.recorder.note(f"resumed {where}{again}")
+        for note in self._description():
             self.recorder.note(note)
+
+    def _warn(self, what: str, text: str) -> None:
+        self.recorder.warn(self.state.step, what, text, once=False)
 
     def _start_ahead(self, opened: ExitStack) -> Ahead[Collected]:
         self._bounds = VersionBounds.of(self.config, self.state)
@@ -180,8 +193,6 @@ class Run:
             f"policy: {self.config.model.path} on {self.policy.device}, float32 weights, {precision}, {layout} layout",
             *memory,
             f"task: {len(self.task.train)} training prompts, {len(self.task.held_out)} held out, none in both",
-            *self.policy.notes,
-            *self.task.notes,
         ]
 
 
