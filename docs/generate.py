@@ -35,6 +35,12 @@ value. The same names go to the trackers. Evaluations have a file of their own, 
 and counts per prompt; the trackers get the figures under `evaluation/`. What differs between machines (seconds per
 stage, tokens per second, peak memory) is in `timings.jsonl`.
 
+Intervals are 95 %, over prompts, however many responses stand behind each: 8 wrong responses to one prompt are one
+piece of evidence. Where each prompt came out right or wrong they are exact (Clopper and Pearson): 0 of 50 is
+[0, 0.071]. Shares of several responses (pass@k, accuracy over samples) are bootstrapped over prompts; where all
+prompts have the same share, the interval is the exact one of as many rights and wrongs, rounded outward, since their
+spread then says nothing.
+
 | metric | meaning |
 | --- | --- |
 """

@@ -79,10 +79,10 @@ def test_an_evaluation_is_written_with_its_rollouts_and_shown(run: RunFolder) ->
     target.close()
     (record,) = read_lines(run.evaluations_file)
     assert record["step"] == 0
-    assert record["accuracy"] == {"value": 0.5, "low": 0.0, "high": 1.0, "n": 2}
+    assert record["accuracy"] == pytest.approx({"value": 0.5, "low": 0.012579, "high": 0.987421, "n": 2}, abs=1e-6)
     assert record["prompts"][1] == {"key": "key1", "correct": 0, "scored": 1}
     assert read_rollouts(run.evaluation_file(0)) == rollouts
-    assert "accuracy 0.500 [0.000, 1.000], n = 2" in screen.getvalue()
+    assert "accuracy 0.500 [0.013, 0.987], n = 2" in screen.getvalue()
 
 
 def test_an_evaluation_that_could_not_be_scored_says_why(run: RunFolder) -> None:

@@ -5,22 +5,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from gspo.config import build_config
-from gspo.training.evaluation import (
-    Estimate,
-    bootstrap,
-    evaluate,
-    evaluation_record,
-    evaluation_sampling,
-    pass_at_k,
-    summarize,
-)
+from gspo.training.evaluation import evaluate, evaluation_record, evaluation_sampling, pass_at_k, summarize
+from gspo.training.intervals import Estimate, estimate
 from gspo.types import Prompt, Request, Rollout, Sampling
 from tests.reporting.rollouts import make_rollout
 
@@ -44,39 +36,12 @@ def test_pass_at_k_refuses_what_has_no_answer(n: int, c: int, k: int) -> None:
         pass_at_k(n, c, k)
 
 
-def test_bootstrap_interval_has_the_width_of_theory_and_is_reproducible() -> None:
-    values = [1.0] * 60 + [0.0] * 140
-    estimate = bootstrap(values)
-    half = 1.96 * math.sqrt(0.3 * 0.7 / 200)
-    assert estimate.value == pytest.approx(0.3)
-    assert estimate.low == pytest.approx(0.3 - half, abs=0.006)
-    assert estimate.high == pytest.approx(0.3 + half, abs=0.006)
-    assert bootstrap(values) == estimate
-
-
-def test_bootstrap_of_many_prompts_is_drawn_in_pieces() -> None:
-    """At 1,000 prompts one piece is 2,000 resamples; the interval is that of an independent bootstrap."""
-    generator = np.random.default_rng(0)
-    values = generator.random(1000)
-    estimate = bootstrap(values.tolist())
-    means = np.array([generator.choice(values, 1000).mean() for _ in range(4_000)])
-    low, high = np.quantile(means, [0.025, 0.975])
-    assert estimate.low == pytest.approx(low, abs=1e-3)
-    assert estimate.high == pytest.approx(high, abs=1e-3)
-
-
-def test_bootstrap_draws_prompts_not_responses() -> None:
+def test_intervals_are_over_prompts_not_responses() -> None:
     """Four equal responses to a prompt are one piece of evidence, not four."""
     rollouts = [make_rollout(slot, sample, reward=float(slot % 2)) for slot in range(20) for sample in range(4)]
     evaluation = summarize(prompts(20), rollouts, sampling=Sampling(4), samples=4, correct_at=1.0)
-    assert evaluation.accuracy == bootstrap([float(slot % 2) for slot in range(20)])
+    assert evaluation.accuracy == estimate([float(slot % 2) for slot in range(20)])
     assert evaluation.accuracy.n == 20
-
-
-def test_edges_of_the_interval() -> None:
-    assert bootstrap([]) == Estimate(None, None, None, 0)
-    assert bootstrap([0.25]) == Estimate(0.25, 0.25, 0.25, 1)
-    assert bootstrap([1.0, 1.0]) == Estimate(1.0, 1.0, 1.0, 2)
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -95,7 +60,7 @@ def test_summary_worked_by_hand() -> None:
     assert evaluation.accuracy.value == pytest.approx((0.5 + 0 + 1) / 3)
     assert sorted(evaluation.pass_at) == [2, 4]
     assert evaluation.pass_at[2].value == pytest.approx((5 / 6 + 0 + 1) / 3)
-    assert evaluation.pass_at[4] == bootstrap([1.0, 0.0])  # the third prompt has two scored responses only
+    assert evaluation.pass_at[4] == estimate([1.0, 0.0])  # the third prompt has two scored responses only
 
 
 def test_k_of_pass_at_k_are_powers_of_two_and_the_number_of_samples() -> None:

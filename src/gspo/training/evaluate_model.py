@@ -17,7 +17,8 @@ from gspo.tasks.load import tokenize
 from gspo.tasks.rows import load_rows
 from gspo.training import evaluation
 from gspo.training.checkpoint import latest_checkpoint
-from gspo.training.evaluation import Estimate, Evaluation, evaluation_record, evaluation_sampling
+from gspo.training.evaluation import Evaluation, evaluation_record, evaluation_sampling
+from gspo.training.intervals import Estimate
 from gspo.training.evaluation_config import evaluation_config
 from gspo.training.run import make_engine, max_prompt_tokens
 

@@ -7,29 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gspo.config import Config
 from gspo.distributed.world import World
 from gspo.rollout.engine import Engine
+from gspo.training.intervals import Estimate, estimate
 from gspo.training.sampling import Score, sample
 from gspo.types import Prompt, Request, Rollout, Sampling
 
-_RESAMPLES = 10_000
 _SEED_OFFSET = 1_000_003  # evaluation draws other noise than the training step of the same number
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over prompts with its 95 % interval (percentile bootstrap over the `n` prompts).
-
-    `value`, `low` and `high` are None when there is no prompt.
-    """
-
-    value: float | None
-    low: float | None
-    high: float | None
-    n: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +111,7 @@ def _powers_of_two(samples: int) -> list[int]:
 
 
 def _mean_over_prompts(correct: Sequence[int], scored: Sequence[int], k: int) -> Estimate:
-    return bootstrap([pass_at_k(n, c, k) for c, n in zip(correct, scored, strict=True) if n >= k])
+    return estimate([pass_at_k(n, c, k) for c, n in zip(correct, scored, strict=True) if n >= k])
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -143,22 +128,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def bootstrap(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """The mean of one value per prompt, and its 95 % interval by drawing prompts with replacement."""
-    n = len(values)
-    if n == 0:
-        return Estimate(None, None, None, 0)
-    array = np.asarray(values, dtype=np.float64)
-    generator = np.random.default_rng(seed)
-    rows = max(1, 2_000_000 // n)  # bounds the memory of one draw to 16 MB
-    means = [
-        array[generator.integers(n, size=(min(rows, _RESAMPLES - start), n))].mean(axis=1)
-        for start in range(0, _RESAMPLES, rows)
-    ]
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
-    return Estimate(float(array.mean()), float(low), float(high), n)
-
-
 def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     """An evaluation as JSON, without its rollouts."""
     scored = [rollout for rollout in evaluation.rollouts if _is_scored(rollout)]
@@ -166,7 +135,7 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
         "samples": evaluation.samples,
         "temperature": evaluation.sampling.temperature,
         "accuracy": _as_json(evaluation.accuracy),
-        "pass_at": {str(k): _as_json(estimate) for k, estimate in evaluation.pass_at.items()},
+        "pass_at": {str(k): _as_json(found) for k, found in evaluation.pass_at.items()},
         "truncated": [sum(rollout.truncated for rollout in scored), len(scored)],
         "length": [sum(len(rollout.response_ids) for rollout in scored), len(scored)],
         "dropped": evaluation.dropped,
@@ -177,5 +146,5 @@ def evaluation_record(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def _as_json(estimate: Estimate) -> dict[str, Any]:
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "n": estimate.n}
+def _as_json(found: Estimate) -> dict[str, Any]:
+    return {"value": found.value, "low": found.low, "high": found.high, "n": found.n}
