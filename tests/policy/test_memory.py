@@ -27,8 +27,18 @@ def test_an_adapter_needs_optimizer_state_for_itself_alone_and_no_reference():
     estimate = memory_of(config, lora=LoraConfig(rank=2), reference=True)
     assert estimate.gradients == 4 * adapter
     assert estimate.optimizer == 8 * adapter
-    assert estimate.weights == 4 * (estimate.parameters + adapter)
+    assert estimate.parameters == memory_of(config).parameters + adapter
+    assert estimate.weights == 4 * estimate.parameters
     assert estimate.reference == 0
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_moe"])
+def test_of_a_loaded_adapter_every_byte_is_estimated_once(family, tmp_path):
+    policy = load_policy(save_tiny(tmp_path, family), device="cpu", lora=LoraConfig(rank=3))
+    parameters = list(policy.model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    assert policy.memory.weights == sum(p.nbytes for p in parameters)
+    assert policy.memory.gradients == sum(p.nbytes for p in trained) > 0
 
 
 def test_evaluation_needs_the_weights_alone_and_a_reference_is_a_second_copy():

@@ -19,6 +19,7 @@ FLOAT32, BFLOAT16 = 4, 2
 class MemoryEstimate:
     """Bytes of one process by purpose. Master weights, gradients and the two AdamW moments are float32.
 
+    `parameters` are all that the weights hold, an adapter among them.
     `gathered` is what a process of several that share the weights holds of the others' at a time.
     """
 
@@ -66,7 +67,7 @@ def estimate_memory(
 
     Args:
         config: the model's config.
-        model: the model on the meta device, for its parameter count.
+        model: the model on the meta device, for its parameter count; with its adapter in it, if it gets one.
         train: False counts the weights alone.
         lora_parameters: trainable parameters if only an adapter is trained.
         reference: whether a frozen copy of the model is held too (KL without LoRA).
@@ -85,10 +86,10 @@ def estimate_memory(
     gathered = 0
     if processes > 1:
         gathered = _gathered_elements(model, reshard_after_forward, trainable > 0)
-        gathered = max(gathered, count + (lora_parameters or 0)) if samples else gathered
+        gathered = max(gathered, count) if samples else gathered
     return MemoryEstimate(
         parameters=count,
-        weights=FLOAT32 * (count + (lora_parameters or 0)) // processes,
+        weights=FLOAT32 * count // processes,
         gradients=FLOAT32 * trainable // processes,
         optimizer=2 * FLOAT32 * trainable // processes,
         reference=FLOAT32 * count // processes if reference and lora_parameters is None else 0,
