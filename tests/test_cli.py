@@ -293,3 +293,9 @@ def test_export_merges_an_adapter_into_one_whole_model(tmp_path):
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert not torch.equal(weights["model.layers.0.mlp.up_proj.weight"], base["model.layers.0.mlp.up_proj.weight"])
     assert main(["export", str(tmp_path / "adapter"), str(tmp_path / "whole")]) == 2
+    (tmp_path / "base").rename(tmp_path / "moved")
+    export = ["export", str(tmp_path / "adapter"), str(tmp_path / "again")]
+    assert main(export) == main([*export, "--training.steps", "3"]) == 2
+    assert main([*export, "--model.path", str(tmp_path / "moved")]) == 0
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32).state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in again.items())

@@ -22,6 +22,9 @@ _OVERRIDES = """
 Any setting of docs/settings.md can be given as a flag and wins over the file:
   --training.steps 50 --rollout.stop '["\\n"]' --task.parameters.max_terms 4
 """
+_BASE = """
+Where the model lies that an adapter belongs to, if it was moved: --model.path FOLDER
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +67,7 @@ def _dispatch(argv: list[str]) -> int:
     if arguments.command == "train":
         return run_train(arguments.config, overrides, resume=arguments.resume, dry_run=arguments.dry_run)
     if arguments.command == "export":
-        return _export(arguments.model, arguments.folder)
+        return _export(arguments.model, arguments.folder, overrides)
     if arguments.command == "serve-command":
         return _serve_command(arguments.config, overrides)
     if arguments.command == "audit":
@@ -98,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "--resume", type=Path, metavar="RUN", help="go on with a run from its last checkpoint, under its own config"
     )
     evaluate = commands.add_parser(
-        "eval", help="measure a model or a run", epilog=_OVERRIDES, formatter_class=shape, allow_abbrev=False
+        "eval", help="measure a model or a run", epilog=_OVERRIDES + _BASE, formatter_class=shape, allow_abbrev=False
     )
     evaluate.add_argument("model", metavar="MODEL_OR_RUN", help="hub id, model folder or run folder")
     evaluate.add_argument(
@@ -116,7 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_audit(commands)
     export = commands.add_parser(
-        "export", help="write a run's policy as one whole model, adapters merged in", allow_abbrev=False
+        "export",
+        help="write a run's policy as one whole model, adapters merged in",
+        epilog=_BASE,
+        formatter_class=shape,
+        allow_abbrev=False,
     )
     export.add_argument("model", metavar="MODEL_OR_RUN", help="run folder, checkpoint, model folder or hub id")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="where to; it must not exist yet")
@@ -193,10 +200,12 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
         raise BadInputError(f"--samples: found {arguments.samples}, should be 1 or more")
     if arguments.temperature is not None and not 0 <= arguments.temperature < math.inf:
         raise BadInputError(f"--temperature: found {arguments.temperature}, should be 0 (greedy) or more")
+    others = dict(overrides)
+    base = others.pop("model.path", None)
     config = evaluation_config(
         arguments.model,
         arguments.task,
-        overrides=overrides,
+        overrides=others,
         samples=arguments.samples,
         temperature=arguments.temperature,
     )
@@ -205,7 +214,7 @@ def _evaluate(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> in
     from gspo.reporting.console import print_estimates
     from gspo.training.evaluate_model import evaluate_config
 
-    report = evaluate_config(config)
+    report = evaluate_config(config, base=base)
     if arguments.json:
         import json
 
@@ -242,13 +251,16 @@ def _report(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     return 0
 
 
-def _export(model: str, folder: Path) -> int:
+def _export(model: str, folder: Path, overrides: Mapping[str, str]) -> int:
+    others = [name for name in overrides if name != "model.path"]
+    if others:
+        raise BadInputError(f"--{others[0]}: gspo export takes no settings but model.path; see gspo export --help")
     if folder.exists():
         raise BadInputError(f"{folder}: exists already; give a folder that does not")
     from gspo.policy.export import save_merged
     from gspo.policy.load import load_policy
 
-    policy = load_policy(model, train=False)
+    policy = load_policy(model, base=overrides.get("model.path"), train=False)
     partial = folder.with_name(f".partial-{folder.name}")
     save_merged(policy, partial)
     partial.replace(folder)

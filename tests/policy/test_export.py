@@ -1,5 +1,8 @@
+import json
+
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -133,6 +136,46 @@ def test_an_adapter_on_top_of_an_adapter_keeps_both(tmp_path):
     torch.testing.assert_close(
         logprobs(load_policy(tmp_path / "second", device="cpu")), logprobs(second), rtol=1e-5, atol=2e-5
     )
+
+
+def moved_run(tmp_path, model_path):
+    """A run's folder with an adapter's checkpoint, moved together with the model, whose place it names, to `new`."""
+    start = save_tiny(tmp_path / "old" / "model")
+    policy = load_policy(start, device="cpu", lora=LoraConfig(rank=2))
+    step_adapter(policy)
+    save_policy(policy, tmp_path / "old" / "run" / "checkpoints" / "step-000001")
+    (tmp_path / "old" / "run" / "config.json").write_text(json.dumps({"model": {"path": model_path}}))
+    (tmp_path / "old").rename(tmp_path / "new")
+    return policy, tmp_path / "new"
+
+
+def test_a_moved_run_finds_the_model_that_its_config_names(tmp_path, monkeypatch):
+    policy, moved = moved_run(tmp_path, "model")
+    monkeypatch.chdir(moved)
+    found = load_policy("run", device="cpu")
+    torch.testing.assert_close(logprobs(found), logprobs(policy), rtol=1e-5, atol=1e-5)
+    from_peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained("model"), str(moved / "run" / "checkpoints" / "step-000001")
+    )
+    assert sum("lora_A" in name for name, _ in from_peft.named_parameters()) == 14
+
+
+def test_a_model_that_is_not_found_is_named_with_the_flag_that_finds_it(tmp_path):
+    policy, moved = moved_run(tmp_path, "nowhere/model")
+    (moved / "model").rename(moved / "renamed")
+    old = tmp_path / "old" / "model"
+    with pytest.raises(BadInputError) as error:
+        load_policy(moved / "run", device="cpu")
+    (line,) = str(error.value).splitlines()
+    assert line == (
+        f"model.path: the adapter {str(moved / 'run' / 'checkpoints' / 'step-000001')!r} belongs to {str(old)!r}, "
+        "which does not exist, and neither does 'nowhere/model', from which its run began; say where it is now (gspo "
+        "eval and gspo export: --model.path FOLDER), or in adapter_config.json, base_model_name_or_path"
+    )
+    found = load_policy(moved / "run", base=str(moved / "renamed"), device="cpu")
+    torch.testing.assert_close(logprobs(found), logprobs(policy), rtol=1e-5, atol=1e-5)
+    with pytest.raises(BadInputError, match="is a whole model and belongs to no other; leave it out"):
+        load_policy(moved / "renamed", base="x", device="cpu")
 
 
 def test_an_adapter_of_another_rank_is_not_resumed(tmp_path):

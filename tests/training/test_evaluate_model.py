@@ -106,3 +106,29 @@ def test_what_cannot_be_evaluated_is_one_line(run: Path, model: Path) -> None:
 def test_a_run_can_be_the_start_of_another(run: Path) -> None:
     config = RunFolder.open(run).read_config({"model.path": str(run), "run.name": "second", "training.steps": "1"})
     assert gspo.train(config).checkpoint.name == "step-000001"
+
+
+def test_an_adapters_run_is_evaluated_though_it_and_its_model_have_moved(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", scale=2.0)
+    trained = gspo.train(
+        build_config(
+            {
+                "model": {"path": str(model), "lora": {"rank": 2}},
+                "task": TASK,
+                "reward": REWARD,
+                "run": {"dir": str(tmp_path / "runs"), "name": "r"},
+                "rollout": {"prompts": 2, "group_size": 2, "max_tokens": 5},
+                "training": {"steps": 1, "minibatches": 1},
+                "evaluation": {"every": 0},
+            }
+        )
+    ).run
+    before = gspo.evaluate(trained, samples=1)
+    moved = model.rename(tmp_path / "elsewhere")
+    run = trained.rename(tmp_path / "moved")
+    with pytest.raises(BadInputError, match=r"belongs to .*model', which does not exist; say where it is now"):
+        gspo.evaluate(run, samples=1)
+    assert gspo.evaluate(run, samples=1, settings={"model.path": str(moved)}) == before
+    resumed = RunFolder.open(run).read_config({"model.path": str(moved), "training.steps": "2"})
+    assert gspo.train(resumed, resume=run).checkpoint.name == "step-000002"
+    assert len(gspo.evaluate(run, samples=1).greedy.keys) == 6  # the resumed run has written the new place down

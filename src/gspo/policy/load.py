@@ -28,6 +28,7 @@ def load_policy(
     path: str | Path,
     *,
     resume: Path | None = None,
+    base: str | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "auto",
     layout: Literal["auto", "shared", "packed", "padded"] = "auto",
@@ -52,6 +53,7 @@ def load_policy(
 
     Args:
         resume: a checkpoint of the same run, whose weights or adapter go on; `path` remains the start.
+        base: where the model lies that the adapter in `path` belongs to, if not where that or its run says.
         dtype: arithmetic of the passes; see `choose_autocast`.
         compile: run the layers through `torch.compile` when scoring and updating; see `CompiledLayers`.
         batch_invariant: no token's numbers depend on what is computed beside it; takes the padded layout.
@@ -72,6 +74,7 @@ def load_policy(
     preview = preview_policy(
         path,
         resume=resume,
+        base=base,
         dtype=dtype,
         device=device,
         train=train,
@@ -88,7 +91,7 @@ def load_policy(
     )
     target, config, tokenizer, autocast = preview.device, preview.config, preview.tokenizer, preview.autocast
     tight = check_fits(str(path), preview.memory, preview.free, lora=lora is not None)
-    model = load_model(preview.folder, config, trust_remote_code, empty=not world.is_main)
+    model = load_model(preview.folder, config, trust_remote_code, base=base, empty=not world.is_main)
     model.requires_grad_(train and lora is None)
     adapter = None
     if lora is not None:
@@ -152,6 +155,7 @@ def preview_policy(
     path: str | Path,
     *,
     resume: Path | None = None,
+    base: str | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     device: str = "auto",
     activation_checkpointing: bool = False,
@@ -173,7 +177,7 @@ def preview_policy(
     target = choose_device(device)
     autocast = choose_autocast(dtype, target)
     folder = resolve_path(str(path)) if resume is None or lora is not None else str(resume)
-    config = load_config(adapter_chain(folder)[0], trust_remote_code)
+    config = load_config(adapter_chain(folder, base)[0], trust_remote_code)
     memory = memory_of(
         config,
         train=train,

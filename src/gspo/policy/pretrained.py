@@ -43,14 +43,16 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         ) from None
 
 
-def load_model(folder: str, config: Any, trust_remote_code: bool, *, empty: bool = False) -> Any:
+def load_model(
+    folder: str, config: Any, trust_remote_code: bool, *, base: str | None = None, empty: bool = False
+) -> Any:
     """The model with its float32 weights, saved adapters merged in, ready to be scored with.
 
-    `empty` leaves its weights on the meta device, to be sent by another process. Raises BadInputError for weights that
-    are damaged or incomplete.
+    `base`: see `adapter_chain`. `empty` leaves its weights on the meta device, to be sent by another process. Raises
+    BadInputError for weights that are damaged or incomplete.
     """
-    base, saved_adapters = adapter_chain(folder)
-    model = (_shell if empty else _load_weights)(base, config, trust_remote_code)
+    whole, saved_adapters = adapter_chain(folder, base)
+    model = (_shell if empty else _load_weights)(whole, config, trust_remote_code)
     for adapter in saved_adapters:
         model = model if empty else adapters.merge_lora(model, adapter)
         model.name_or_path = str(adapter)

@@ -18,8 +18,8 @@ from gspo.tasks.rows import load_rows
 from gspo.training import evaluation
 from gspo.training.checkpoint import latest_checkpoint
 from gspo.training.evaluation import Evaluation, evaluation_record, evaluation_sampling
-from gspo.training.intervals import Estimate
 from gspo.training.evaluation_config import evaluation_config
+from gspo.training.intervals import Estimate
 from gspo.training.run import make_engine, max_prompt_tokens
 
 RewardFunction = Callable[..., Any]
@@ -59,19 +59,27 @@ def evaluate(
         samples: responses per prompt for pass@1 (their mean) and pass@k.
         temperature: of the samples; default: that of training.
         reward: reward functions besides those of the config, as for `train`.
-        settings: any other settings, as flags give them: `{"task.held_out": "500"}`.
+        settings: any other settings, as flags give them: `{"task.held_out": "500"}`; `model.path` is where the model
+            lies that an adapter belongs to, if it was moved.
 
     Raises:
         BadInputError: a setting, file, model or reward that cannot work.
     """
     functions = () if reward is None else (reward,) if callable(reward) else tuple(reward)
     given = Path(task) if isinstance(task, str) else task
-    config = evaluation_config(model_or_run, given, samples=samples, temperature=temperature, overrides=settings)
-    return evaluate_config(config, functions)
+    others = dict(settings or {})
+    base = others.pop("model.path", None)
+    config = evaluation_config(model_or_run, given, samples=samples, temperature=temperature, overrides=others)
+    return evaluate_config(config, functions, base=base)
 
 
-def evaluate_config(config: Config, functions: Sequence[RewardFunction] = ()) -> EvaluationReport:
-    """Evaluates `model.path` on the held-out prompts of the config's task, as its `[evaluation]` says and greedily."""
+def evaluate_config(
+    config: Config, functions: Sequence[RewardFunction] = (), *, base: str | None = None
+) -> EvaluationReport:
+    """Evaluates `model.path` on the held-out prompts of the config's task, as its `[evaluation]` says and greedily.
+
+    `base` is where the model lies that an adapter belongs to (see `load_policy`).
+    """
     rows = load_rows(config.task, seed=config.run.seed)
     if not rows.held_out:
         raise BadInputError("task.held_out = 0: there is nothing to evaluate on; hold questions out")
@@ -80,10 +88,11 @@ def evaluate_config(config: Config, functions: Sequence[RewardFunction] = ()) ->
         folder = Path(config.model.path)
         path = latest_checkpoint(folder) if RunFolder.is_run(folder) else config.model.path
         device, trusted = config.model.device, config.model.trust_remote_code
-        preview = preview_policy(path, device=device, trust_remote_code=trusted, train=False)
+        preview = preview_policy(path, base=base, device=device, trust_remote_code=trusted, train=False)
         room = max_prompt_tokens(config, preview.context_length)
         prompts = tokenize(rows.held_out, config.task, preview.tokenizer, room)
-        policy = load_policy(path, dtype=config.model.dtype, device=device, trust_remote_code=trusted, train=False)
+        precision = config.model.dtype
+        policy = load_policy(path, base=base, dtype=precision, device=device, trust_remote_code=trusted, train=False)
         sampling = evaluation_sampling(config, policy.eos_ids)
         correct_at = config.reward.correct_at
         with closing(make_engine(policy, config)) as engine:
