@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from seeds import Panel, draw, plus_minus
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -31,7 +31,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "GSPO-token, credit by turn, discount 1": {"name": "gspo_token", "credit": "turn", "discount": 1.0},
 }
 TOKENS = ["<pad>", "<eos>", "?", "<", ">", *"123456789"]
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t for the interval of a mean over so many seeds
 
 
 class ShortGuessing(GuessNumber):
@@ -90,15 +89,6 @@ def run(arm: str, seed: int, steps: int, learning_rate: float, out: Path) -> dic
     return curves
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Mean over seeds and half of its 95 % interval."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan
-    deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return mean, T_975[len(values)] * deviation / math.sqrt(len(values))
-
-
 def table(results: dict[str, list[dict[str, list[float]]]]) -> str:
     """Means of the last ten steps, with intervals over seeds, and the difference to the first arm by seed."""
     lines = [
@@ -111,38 +101,16 @@ def table(results: dict[str, list[dict[str, list[float]]]]) -> str:
     }
     base = last[next(iter(ARMS))]["reward"]
     for arm, found in last.items():
-        difference = interval([a - b for a, b in zip(found["reward"], base, strict=True)])
-        cells = [interval(found["reward"]), interval(found["won"]), difference]
-        texts = ["%.3f ± %.3f" % cell for cell in cells]  # noqa: UP031
+        difference = [a - b for a, b in zip(found["reward"], base, strict=True)]
+        texts = [plus_minus(values) for values in (found["reward"], found["won"], difference)]
         lines.append(f"| {arm} | {texts[0]} | {texts[1]} | {'' if found['reward'] is base else texts[2]} |")
     return "\n".join(lines)
-
-
-def draw(results: dict[str, list[dict[str, list[float]]]], path: Path) -> None:
-    """Mean and interval of the summed reward by step."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "gspo"
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for arm, runs in results.items():
-        points = [interval([r["reward"][step] for r in runs]) for step in range(len(runs[0]["reward"]))]
-        steps = range(1, len(points) + 1)
-        axes.plot(steps, [m for m, _ in points], label=arm)
-        axes.fill_between(steps, [m - h for m, h in points], [m + h for m, h in points], alpha=0.2)
-    axes.set_xlabel("step (128 games each)")
-    axes.set_ylabel("summed reward of a game")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 6))
+    parser.add_argument("--seeds", type=int, default=5, choices=range(1, 32))
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--out", type=Path, default=Path("runs/multi_turn_credit"))
     given = parser.parse_args()
@@ -153,7 +121,9 @@ def main() -> None:
             results[arm].append(run(arm, seed, given.steps, given.learning_rate, given.out))
             print(f"seed {seed}, {arm}: {time.process_time():.0f} CPU-seconds so far", flush=True)
         (given.out / "results.json").write_text(json.dumps(results))
-    draw(results, given.out / "curves.svg")
+    curves = {arm: [run["reward"] for run in runs] for arm, runs in results.items()}
+    steps = range(1, given.steps + 1)
+    draw([Panel(steps, curves, "step (128 games each)", "summed reward of a game")], given.out / "curves.svg")
     print(table(results))
 
 
