@@ -45,7 +45,7 @@ class Setup:
     exchange: Path
 
 
-def run_ours(setup: Setup) -> dict[str, float]:
+def run_ours(setup: Setup) -> dict[str, Any]:
     """Measures this project and leaves old log-probs, advantages and gradients in `exchange`."""
     policy = load_policy(setup.folder, dtype=setup.dtype, device=setup.device)
     config = _config(setup)
@@ -59,6 +59,7 @@ def run_ours(setup: Setup) -> dict[str, float]:
     gradients = {f"grad.{name}": p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
     save_file(given | gradients, setup.exchange / "ours.safetensors")
     return figures | {
+        "attention": _attention(policy, groups[0][:2]),
         "flops": model_flops(policy.model, batch.rollouts),
         "matrix_flops_per_s": matrix_rate(setup.device, policy.scorer.autocast or torch.float32),
     }
@@ -75,6 +76,15 @@ def _config(setup: Setup) -> Config:
             "training": {"minibatches": 1},
         }
     )
+
+
+@torch.no_grad()
+def _attention(policy: Policy, rollouts: list[Rollout]) -> str:
+    """How the layers compute attention."""
+    layout = policy.layout(rollouts)
+    with policy.scorer.attending(layout) as attention:
+        policy.scorer.token_logprobs(layout, temperature=1.0, entropy=False)
+    return "the model's own" if attention is None else ", ".join(sorted(attention.ways))
 
 
 def _current(policy: Policy, config: Config, rollouts: list[Rollout]) -> Tensor:

@@ -7,7 +7,8 @@
 bfloat16 autocast over float32 weights, each side in a process of its own, on the same rollouts: forward, loss and
 backward. Reports response tokens a second, model FLOP utilisation (the operations that an update needs, over the card's
 dense bfloat16 peak), the share of the matrix rate measured here, and peak device memory, which must grow no faster than
-the responses. A side that runs out of memory has no figures, and says so.
+the responses. `attention` says how this project's layers computed it: "varlen flash", or "tiles" and the reason. A side
+that runs out of memory has no figures, and says so.
 """
 
 from __future__ import annotations

@@ -7,26 +7,13 @@ from gspo.policy import tiles as tiling
 from gspo.policy.attention import layout_attention, use_layout
 from gspo.policy.layout import TokenLayout, build_layout
 from gspo.policy.tiles import plan_tiles
+from tests.policy.dense import dense_attention, visible
 from tests.policy.tiny import random_rollouts, tiny_model
 
 groups = st.lists(
     st.tuples(st.integers(1, 20), st.lists(st.integers(0, 14), min_size=1, max_size=4)), min_size=1, max_size=4
 )
 windows = st.none() | st.integers(1, 12)
-
-
-def visible(layout: TokenLayout, window: int | None) -> torch.Tensor:
-    """[N, N], from the definition: a token sees its prompt and its own response, up to itself."""
-    size = layout.input_ids.numel()
-    seen = torch.zeros(size, size, dtype=torch.bool)
-    for piece in layout.pieces:
-        prompt = list(range(piece.prompt.start, piece.prompt.stop))
-        for own in [[], *(list(range(span.start, span.stop)) for _, span in piece.responses)]:
-            sequence = prompt + own
-            for place, query in enumerate(sequence):
-                first = 0 if window is None else max(0, place - window + 1)
-                seen[query, sequence[first : place + 1]] = True
-    return seen
 
 
 def covered(layout: TokenLayout, window: int | None) -> torch.Tensor:
@@ -61,21 +48,6 @@ def test_only_the_blocks_that_exist_are_computed():
     assert computed < 1.3 * needed < 0.3 * layout.input_ids.numel() ** 2
 
 
-def in_float64(q, k, v, seen, scale, softcap, sinks):
-    """Plain dense attention over [1, H, N, D]."""
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q @ k.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.view(1, -1, 1, 1).expand(1, -1, q.shape[2], 1)
-        scores = torch.cat([scores, column], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    return (weights @ v).transpose(1, 2)
-
-
 class Layer(torch.nn.Module):
     """Stands for the attention module that transformers passes along."""
 
@@ -104,7 +76,7 @@ def test_values_and_gradients_are_those_of_dense_float64(
             Layer(), *leaves[:3], None, scaling=scale, sliding_window=window, softcap=softcap, s_aux=leaves[3]
         )
         found.backward(upstream)
-    expected = in_float64(*doubles[:3], visible(layout, window), scale, softcap, doubles[3])
+    expected = dense_attention(*doubles[:3], visible(layout, window), scale, softcap, doubles[3])
     expected.backward(upstream.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(leaves, doubles, strict=True):
@@ -138,7 +110,7 @@ def test_blocks_of_different_lengths_in_one_batch_give_the_same(monkeypatch, pad
     with use_layout(tiny_model("llama"), layout):
         found, _ = layout_attention(Layer(), *leaves, None)
         found.backward(upstream)
-    expected = in_float64(*doubles, visible(layout, None), 8**-0.5, None, None)
+    expected = dense_attention(*doubles, visible(layout, None), 8**-0.5, None, None)
     expected.backward(upstream.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
     for ours, theirs in zip(leaves, doubles, strict=True):

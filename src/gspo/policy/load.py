@@ -102,7 +102,7 @@ def load_policy(
     shards = place(model, target, world, **placed)
     free_choice: LayoutKind = "padded" if batch_invariant else "shared"
     with gathered(model, layers=False):
-        findings = probe(model, free_choice if layout == "auto" else layout)
+        findings = probe(model, free_choice if layout == "auto" else layout, autocast)
     scorer = ScoringModel(
         model,
         # An engine has the model's own logits, and so must whoever is to agree with it to the last bit.

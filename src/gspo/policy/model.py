@@ -14,7 +14,7 @@ from torch import Tensor
 from gspo.distributed.sharding import Shards
 from gspo.policy import head as heads
 from gspo.policy.adapters import adapter_off
-from gspo.policy.attention import use_layout
+from gspo.policy.attention import LayoutAttention, use_layout
 from gspo.policy.batch_invariance import batch_invariant
 from gspo.policy.compiling import CompiledLayers
 from gspo.policy.layout import LayoutKind, TokenLayout, build_layout, split_micro_batches
@@ -64,16 +64,17 @@ class ScoringModel:
         return device
 
     @contextmanager
-    def attending(self, layout: TokenLayout) -> Iterator[None]:
-        """Spans the forward and the backward pass over `layout`."""
+    def attending(self, layout: TokenLayout) -> Iterator[LayoutAttention | None]:
+        """Spans the forward and the backward pass over `layout`; yields its attention, None where it is the model's."""
+        attention = None
         with ExitStack() as contexts:
             if self.layout_attention and layout.kind != "padded":
-                contexts.enter_context(use_layout(self.model, layout))
+                attention = contexts.enter_context(use_layout(self.model, layout))
             if self.compiled is not None:
                 contexts.enter_context(self.compiled.active())
             if self.batch_invariant:
                 contexts.enter_context(batch_invariant(self.model))
-            yield
+            yield attention
 
     def token_logprobs(
         self, layout: TokenLayout, *, temperature: float, entropy: bool

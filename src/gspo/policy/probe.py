@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo.policy.attention import use_layout
+from gspo.policy.attention import KERNEL, use_layout
 from gspo.policy.head import agrees, find_head
-from gspo.policy.layout import LayoutKind, build_layout
+from gspo.policy.layout import LayoutKind, TokenLayout, build_layout
 from gspo.policy.model import hidden_states
-from gspo.types import Prompt, Rollout, VersionSpan
+from gspo.policy.trial_rollouts import trial_rollouts
+from gspo.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,12 @@ class Findings:
 
 
 @torch.no_grad()
-def probe(model: Any, wanted: LayoutKind) -> Findings:
-    """The first layout from `wanted` down that the model computes exactly, and whether its head is understood."""
-    rollouts = _rollouts(model.config.get_text_config().vocab_size)
+def probe(model: Any, wanted: LayoutKind, autocast: torch.dtype | None = None) -> Findings:
+    """The first layout from `wanted` down that the model computes exactly, and whether its head is understood.
+
+    `autocast` is the dtype of the passes to come: on a GPU it decides how attention is computed, which is noted.
+    """
+    rollouts = trial_rollouts([(7, (5, 1, 8)), (4, (3, 6))], model.config.get_text_config().vocab_size)
     expected, logits = _one_by_one(model, rollouts)
     notes = []
     head = find_head(model)
@@ -58,33 +62,9 @@ def probe(model: Any, wanted: LayoutKind) -> Findings:
         notes.append(f"{type(model).__name__}: {wanted} rollouts are not exact for this model; using {chosen[0]}")
     for note in notes:
         logger.warning(note)
+    if chosen[1] and autocast is not None and expected.is_cuda:
+        notes += slow_attention(model, build_layout(rollouts, chosen[0]).to(expected.device), autocast)
     return Findings(chosen[0], exact_head, chosen[1], tuple(notes))
-
-
-def _rollouts(vocabulary: int) -> list[Rollout]:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
-
-    rollouts = []
-    for slot, (prompt_length, lengths) in enumerate([(7, (5, 1, 8)), (4, (3, 6))]):
-        prompt = Prompt(str(slot), "", draw(prompt_length))
-        for sample, length in enumerate(lengths):
-            rollouts.append(
-                Rollout(
-                    prompt=prompt,
-                    slot=slot,
-                    sample=sample,
-                    response_ids=draw(length),
-                    sampler_logprobs=(0.0,) * length,
-                    trainable=(True,) * length,
-                    finish_reason="stop",
-                    policy_version=(VersionSpan(0, 0),),
-                    text="",
-                )
-            )
-    return rollouts
 
 
 def _one_by_one(model: Any, rollouts: list[Rollout]) -> tuple[Tensor, Tensor]:
@@ -102,13 +82,22 @@ def _same(model: Any, rollouts: list[Rollout], kind: LayoutKind, ours: bool, exp
     if not ours:
         found = hidden_states(model, layout)
     elif set(_layer_types(model)) <= {"full_attention", "sliding_attention"}:
-        with use_layout(model, layout) as tiles:
+        with use_layout(model, layout) as attention:
             found = hidden_states(model, layout)
-        if not tiles.by_window.keys() >= _windows(model):
+        if not attention.windows >= _windows(model):
             return False
     else:
         return False
     return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+
+
+@torch.no_grad()
+def slow_attention(model: Any, layout: TokenLayout, autocast: torch.dtype) -> list[str]:
+    """A note for each reason for which layers go without torch's varlen flash kernel; proves it where it serves."""
+    casting = torch.autocast(layout.source.device.type, autocast, cache_enabled=False)
+    with use_layout(model, layout) as attention, casting:
+        hidden_states(model, layout)
+    return [f"{type(model).__name__}: attention by {way}" for way in sorted(attention.ways - {KERNEL})]
 
 
 def _layer_types(model: Any) -> list[str]:
