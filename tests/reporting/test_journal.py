@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -113,7 +113,9 @@ def test_routes_of_other_rollouts_or_none_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="other rollouts"):
         read_rollouts(one)
     routes_file(one).unlink()
-    with pytest.raises(BadInputError, match="not a whole rollout file"):
+    with pytest.raises(
+        BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file \(its routes of gate are missing"
+    ):
         read_rollouts(one)
 
 
@@ -136,22 +138,29 @@ def test_supports_of_other_rollouts_or_none_are_an_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("place", [*range(5, 90, 7), -1])
-def test_one_bit_that_turned_over_in_the_supports_is_found(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("file", [supports_file, routes_file])
+def test_one_bit_that_turned_over_beside_the_rollouts_is_found(
+    tmp_path: Path, file: Callable[[Path], Path], place: int
+) -> None:
     path = tmp_path / "a.jsonl.zst"
-    write_rollouts(path, [with_support(make_rollout(), 40, 50, 60)])
-    content = bytearray(supports_file(path).read_bytes())
+    routes = np.random.default_rng(0).integers(0, 128, (40, 2), dtype=np.int16)
+    write_rollouts(path, [replace(with_support(make_rollout(), 40, 50, 60), routes={"gate": routes})])
+    content = bytearray(file(path).read_bytes())
     content[place] ^= 4
-    supports_file(path).write_bytes(content)
-    with pytest.raises(BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file"):
+    file(path).write_bytes(content)
+    with pytest.raises(BadInputError) as error:
         read_rollouts(path)
+    assert str(error.value).startswith(f"{file(path)}: not a whole rollout file (")
+    assert str(error.value).endswith(f"; remove {path} to sample the step again")
 
 
-def test_supports_and_routes_that_are_no_tensors_are_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [supports_file, routes_file])
+def test_supports_and_routes_that_are_no_tensors_are_an_error(tmp_path: Path, file: Callable[[Path], Path]) -> None:
     path = tmp_path / "a.jsonl.zst"
-    for file, content in ((supports_file, zstandard.compress(b"no tensors" * 9)), (routes_file, b"no tensors" * 9)):
+    for content in (zstandard.compress(b"no tensors" * 9), b"no tensors" * 9):
         write_rollouts(path, [with_support(with_routes(make_rollout(), 3), 1, 2, 3)])
         file(path).write_bytes(content)
-        with pytest.raises(BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file"):
+        with pytest.raises(BadInputError, match=r"a\..*\.safetensors\.zst: not a whole rollout file"):
             read_rollouts(path)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def write_rollouts(path: Path, rollouts: Sequence[Rollout], advantages: Sequence
     ]
     routes, supports = _pack_routes(rollouts), _pack_supports(rollouts)
     path.unlink(missing_ok=True)  # an earlier batch must never be read with the routes or supports of this one
-    _write_or_remove(routes_file(path), save_tensors(routes) if routes else None)
-    _write_or_remove(supports_file(path), _compressed(save_tensors(supports)) if supports else None)
+    _write_or_remove(routes_file(path), routes)
+    _write_or_remove(supports_file(path), supports)
     content = "".join(line + "\n" for line in lines).encode()
     write_atomically(path, _compressed(content))
 
@@ -49,20 +50,35 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Restores what `write_rollouts` wrote: ids, log-probs, rewards, routes, supports and prompts, to the bit.
 
     Only columns of a prompt that JSON has no type for (a date) come back as text; they have done their work
-    when the rewards are there. Raises BadInputError if the file is damaged or its routes or supports are missing.
+    when the rewards are there. Raises BadInputError, with the file's name, if one of the three is damaged or missing.
     """
-    try:
+    with _damage_named(path, path):
         records = [json.loads(line) for line in _decompressed(path).splitlines()]
-        routes = load_tensors(routes_file(path).read_bytes()) if routes_file(path).exists() else {}
-        supports = load_tensors(_decompressed(supports_file(path))) if supports_file(path).exists() else {}
+    routes, supports = _tensors_of(routes_file(path), path), _tensors_of(supports_file(path), path)
+    with _damage_named(path, path):
         return _restore(records, routes, _unpack_supports(records, supports))
+
+
+def _tensors_of(file: Path, rollouts: Path) -> dict[str, np.ndarray]:
+    with _damage_named(file, rollouts):
+        return load_tensors(_decompressed(file)) if file.exists() else {}
+
+
+@contextmanager
+def _damage_named(file: Path, rollouts: Path) -> Iterator[None]:
+    """An error about `file`, which belongs to the file of rollouts, is the user's to read."""
+    try:
+        yield
     except (zstandard.ZstdError, SafetensorError, ValueError, KeyError, EOFError) as error:
-        raise BadInputError(f"{path}: not a whole rollout file ({error}); remove it to sample the step again") from None
+        which = "it" if file == rollouts else rollouts
+        raise BadInputError(
+            f"{file}: not a whole rollout file ({error}); remove {which} to sample the step again"
+        ) from None
 
 
 def routes_file(path: Path) -> Path:
-    """Where the routes of a rollout file lie: safetensors, one [rows, K] per router, rollout after rollout."""
-    return path.with_name(path.name.removesuffix(".jsonl.zst") + ".routes.safetensors")
+    """Where the routes of a rollout file lie: compressed safetensors, a [rows, K] per router, rollout after rollout."""
+    return path.with_name(path.name.removesuffix(".jsonl.zst") + ".routes.safetensors.zst")
 
 
 def supports_file(path: Path) -> Path:
@@ -73,15 +89,15 @@ def supports_file(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".jsonl.zst") + ".supports.safetensors.zst")
 
 
-def _write_or_remove(path: Path, content: bytes | None) -> None:
-    if content is None:
-        path.unlink(missing_ok=True)
+def _write_or_remove(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    if tensors:
+        write_atomically(path, _compressed(save_tensors(dict(tensors))))
     else:
-        write_atomically(path, content)
+        path.unlink(missing_ok=True)
 
 
 def _compressed(content: bytes) -> bytes:
-    # Without the checksum, a byte that turns over on disk reads back as other ids or log-probs.
+    # Without the checksum, a byte that turns over on disk reads back as other ids, log-probs or experts.
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(content)
 
 
@@ -169,6 +185,8 @@ def _restore(
         if record["route_rows"] is not None:
             routes = {}
             for name, rows in record["route_rows"].items():
+                if name not in stored:
+                    raise ValueError(f"its routes of {name} are missing")
                 routes[name] = stored[name][taken[name] : taken[name] + rows]
                 taken[name] += rows
         rollouts.append(_from_record(record, prompts, routes, support))
