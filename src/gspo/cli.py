@@ -160,6 +160,15 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     step = "show the rollouts of this step (can be repeated); default: the first, the last and some between"
     report.add_argument("--step", type=int, action="append", default=[], metavar="S", help=step)
+    report.add_argument(
+        "--evaluation",
+        type=int,
+        action="append",
+        default=[],
+        metavar="S",
+        help="show the held-out responses after this step, 0: before the first (can be repeated); default: the first "
+        "and the last evaluation",
+    )
 
 
 def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -247,7 +256,13 @@ def _report(arguments: argparse.Namespace, overrides: Mapping[str, str]) -> int:
     runs = read_runs(arguments.runs)
     from gspo.reporting.run_report import write_report
 
-    write_report(runs, html=arguments.html, rollouts=arguments.rollouts, steps=arguments.step)
+    write_report(
+        runs,
+        html=arguments.html,
+        rollouts=arguments.rollouts,
+        steps=arguments.step,
+        evaluations=arguments.evaluation,
+    )
     return 0
 
 

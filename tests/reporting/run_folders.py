@@ -54,6 +54,7 @@ def make_run(
     config: Config | None = None,
     accuracy: Mapping[int, tuple[float, float, float]] | None = None,
     rollouts: Mapping[int, Sequence[Rollout]] | None = None,
+    held_out: Mapping[int, Sequence[Rollout]] | None = None,
     warnings: Mapping[int, str] | None = None,
 ) -> Path:
     """A run whose steps, from 1 on, have these figures (over those of `CALM`)."""
@@ -76,4 +77,6 @@ def make_run(
         WarningLog(run.warnings_file).add(step, "settings", text, once=False)
     for step, of_step in (rollouts or {}).items():
         write_rollouts(run.rollout_file(step), of_step)
+    for step, of_step in (held_out or {}).items():
+        write_rollouts(run.evaluation_file(step), of_step)
     return folder

@@ -14,7 +14,7 @@ from gspo.cli import main
 from gspo.reporting.metrics import Ratio
 from tests.reporting.rollouts import make_rollout
 from tests.reporting.run_folders import CALM, make_run, settings
-from tests.reporting.test_inspector import HOSTILE, Reader
+from tests.reporting.test_inspector import HOSTILE, KNOWN_TAGS, Reader
 
 
 def cells(text: str) -> dict[str, list[str]]:
@@ -159,6 +159,22 @@ def test_steps_and_file_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
 
 
+def test_held_out_responses_are_shown_and_chosen(tmp_path: Path) -> None:
+    """A response to each of two prompts, 1 right; of the evaluations the first and the last, or the wanted ones."""
+    answers = [make_rollout(0, reward=0.0), dataclasses.replace(make_rollout(1), text=HOSTILE)]
+    folder = make_run(tmp_path / "r", [{}] * 4, held_out=dict.fromkeys((0, 2, 4), answers))
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert re.findall(r"Held out [^:]*", page) == ["Held out before step 1", "Held out after step 4"]
+    section = Reader(page.partition("<h2>Held-out responses</h2>")[2].partition("<h2>")[0])
+    assert {tag for tag, _ in section.tags} <= KNOWN_TAGS
+    assert "2 groups, 2 rollouts (stop 2)" in section.text
+    assert section.text.count(HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")) == 2
+    assert section.text.index("prompt 1; rewards 1 to 1") < section.text.index("prompt 0; rewards 0 to 0")
+    assert main(["report", str(folder), "--evaluation", "2"]) == 0
+    assert re.findall(r"Held out [^:]*", (folder / "report.html").read_text()) == ["Held out after step 2"]
+
+
 def test_a_thousand_steps_are_a_page_of_bounded_size(tmp_path: Path) -> None:
     """1,000 steps of 64 groups of 8 long responses: what a browser opens at once, in seconds."""
     text = "<0123456789>" * 700
@@ -182,6 +198,10 @@ def test_a_thousand_steps_are_a_page_of_bounded_size(tmp_path: Path) -> None:
         (["no-such-folder"], "not the folder of a run"),
         (["r", "no-such-folder"], "no-such-folder: not the folder of a run"),
         (["r", "--step", "7"], "--step: found 7, and no rollouts of it are on disk; there are steps 1 to 1"),
+        (
+            ["r", "--evaluation", "3"],
+            "--evaluation: found 3, and no held-out responses after it are on disk; there are none",
+        ),
         (["r", "--rollouts", "0"], "--rollouts: found 0, should be 1 or more"),
         (["r", "--training.steps", "3"], "--training.steps: gspo report takes no settings"),
         (["r", "--html", "r/config.json/x.html"], "--html: r/config.json/x.html cannot be written"),

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from gspo.errors import BadInputError
 from gspo.reporting.console import printable
-from gspo.reporting.rollout_records import RolloutText, read_texts, recorded_steps
+from gspo.reporting.rollout_records import RolloutText, evaluated_steps, read_texts, recorded_steps
 from gspo.reporting.run_records import RunRecords
 
 LONGEST = 4000
@@ -34,9 +34,12 @@ Group = list[RolloutText]
 T = TypeVar("T")
 
 
-def chosen_steps(run: RunRecords, wanted: Sequence[int], count: int) -> list[int]:
-    """The wanted steps that the run has recorded; without a wish the first, the last and evenly many between."""
-    there = recorded_steps(run)
+def chosen_steps(run: RunRecords, wanted: Sequence[int], count: int, *, held_out: bool = False) -> list[int]:
+    """The wanted steps that the run has recorded; without a wish the first, the last and evenly many between.
+
+    `held_out`: those after which it was evaluated.
+    """
+    there = evaluated_steps(run) if held_out else recorded_steps(run)
     return [step for step in sorted(set(wanted)) if step in there] if wanted else spread(there, count)
 
 
@@ -53,13 +56,14 @@ def spread(items: Sequence[T], count: int) -> list[T]:
     return [items[round(k * (len(items) - 1) / (count - 1))] for k in range(count)]
 
 
-def inspect_step(run: RunRecords, step: int, most: int) -> str:
+def inspect_step(run: RunRecords, step: int, most: int, *, held_out: bool = False) -> str:
     """The groups of a step, those with most signal first; of many, some from all along that order.
 
-    No more than `most` rollouts are shown.
+    No more than `most` rollouts are shown. `held_out`: the responses of the evaluation after the step instead.
     """
+    folder = run.folder
     try:
-        rollouts = list(read_texts(run.folder.rollout_file(step)))
+        rollouts = list(read_texts(folder.evaluation_file(step) if held_out else folder.rollout_file(step)))
     except BadInputError as error:
         return f"<p>{visible(str(error))}</p>"
     by_slot: dict[int, Group] = {}
@@ -70,7 +74,8 @@ def inspect_step(run: RunRecords, step: int, most: int) -> str:
     shown = spread(groups, max(1, most // size))
     parts = [_group(group, most) for group in shown]
     ends = ", ".join(f"{name} {n}" for name, n in Counter(r.finish_reason for r in rollouts).most_common())
-    head = f"Step {step}: {len(groups)} groups, {len(rollouts)} rollouts ({ends})"
+    title = f"Step {step}" if not held_out else f"Held out after step {step}" if step else "Held out before step 1"
+    head = f"{title}: {len(groups)} groups, {len(rollouts)} rollouts ({ends})"
     if len(shown) < len(groups):
         head += f"; {len(shown)} groups shown"
     return f'<details class="step"><summary>{escape(head)}</summary>{"".join(parts)}</details>'

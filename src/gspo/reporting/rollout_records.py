@@ -51,7 +51,16 @@ class RolloutText:
 
 def recorded_steps(run: RunRecords) -> list[int]:
     """The steps whose rollouts are on disk."""
-    names = [file.name.removeprefix("step-").partition(".")[0] for file in run.folder.rollouts.glob("step-*.jsonl.zst")]
+    return _steps_in(run.folder.rollouts)
+
+
+def evaluated_steps(run: RunRecords) -> list[int]:
+    """The steps after which held-out responses were drawn that are on disk (0: before the first)."""
+    return _steps_in(run.folder.evaluations)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    names = [file.name.removeprefix("step-").partition(".")[0] for file in folder.glob("step-*.jsonl.zst")]
     return sorted(int(name) for name in names if name.isdigit())
 
 

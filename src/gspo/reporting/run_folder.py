@@ -129,6 +129,10 @@ class RunFolder:
         return self.path / "rollouts"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -142,7 +146,7 @@ class RunFolder:
 
     def evaluation_file(self, step: int) -> Path:
         """The rollouts of the evaluation after step `step` (0: before the first)."""
-        return self.path / "evaluations" / f"step-{step:06d}.jsonl.zst"
+        return self.evaluations / f"step-{step:06d}.jsonl.zst"
 
 
 def free_name(folder: Path, stem: str) -> str:

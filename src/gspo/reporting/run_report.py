@@ -18,13 +18,14 @@ from gspo.reporting.findings import findings
 from gspo.reporting.inspector import STYLE, chosen_steps, inspect_step, visible
 from gspo.reporting.page import document
 from gspo.reporting.report_plots import plots
-from gspo.reporting.rollout_records import drop_reasons, recorded_steps
+from gspo.reporting.rollout_records import drop_reasons, evaluated_steps, recorded_steps
 from gspo.reporting.run_folder import ROLLOUTS_SHOWN, RunFolder
 from gspo.reporting.run_records import RunRecords, read_runs
 from gspo.reporting.run_summary import summary
 from gspo.reporting.tables import Rows, html_table, terminal_table
 
 _STEPS_OF_ONE, _STEPS_OF_SEVERAL = 5, 2
+_EVALUATIONS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,14 @@ class RunReport:
     findings: Sequence[str]
 
 
-def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int, steps: Sequence[int]) -> None:
+def write_report(
+    runs: Sequence[RunRecords],
+    *,
+    html: Path | None,
+    rollouts: int,
+    steps: Sequence[int],
+    evaluations: Sequence[int] = (),
+) -> None:
     """Prints the table and writes the page.
 
     Args:
@@ -49,10 +57,12 @@ def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int
         html: where to; default: report.html in the run, of several runs comparison.html in the first.
         rollouts: rollouts to show of a step, at most.
         steps: whose rollouts to show; default: the first, the last and three between (of several runs: two).
+        evaluations: the steps after which held-out responses are shown; default: the first and the last.
 
-    Raises BadInputError where no run has recorded a wanted step, or the page cannot be written.
+    Raises BadInputError where no run has recorded a wanted step or evaluation, or the page cannot be written.
     """
     check_steps(runs, steps)
+    check_steps(runs, evaluations, held_out=True)
     report = report_of(runs)
     console = Console()
     console.print(terminal_table(report.table))
@@ -65,7 +75,7 @@ def write_report(runs: Sequence[RunRecords], *, html: Path | None, rollouts: int
     first = runs[0].folder
     path = html or (first.report_file if len(runs) == 1 else first.path / "comparison.html")
     try:
-        write_atomically(path, page(report, rollouts, steps).encode())
+        write_atomically(path, page(report, rollouts, steps, evaluations).encode())
     except OSError as error:
         raise BadInputError(f"--html: {path} cannot be written ({error.strerror}); give another file") from None
     say(console, f"page: {path}")
@@ -104,16 +114,19 @@ def _when(step: int) -> str:
     return f"step {step}" if step else "at the start"
 
 
-def check_steps(runs: Sequence[RunRecords], steps: Sequence[int]) -> None:
-    """Raises BadInputError for a wanted step whose rollouts no run has."""
-    there = sorted({step for run in runs for step in recorded_steps(run)}) if steps else []
+def check_steps(runs: Sequence[RunRecords], steps: Sequence[int], *, held_out: bool = False) -> None:
+    """Raises BadInputError for a wanted step whose rollouts, or held-out responses, no run has."""
+    flag, what, recorded = "--step", "rollouts of it", recorded_steps
+    if held_out:
+        flag, what, recorded = "--evaluation", "held-out responses after it", evaluated_steps
+    there = sorted({step for run in runs for step in recorded(run)}) if steps else []
     for step in steps:
         if step not in there:
             known = f"there are steps {there[0]} to {there[-1]}" if there else "there are none at all"
-            raise BadInputError(f"--step: found {step}, and no rollouts of it are on disk; {known}")
+            raise BadInputError(f"{flag}: found {step}, and no {what} are on disk; {known}")
 
 
-def page(report: RunReport, rollouts: int, steps: Sequence[int]) -> str:
+def page(report: RunReport, rollouts: int, steps: Sequence[int], evaluations: Sequence[int] = ()) -> str:
     """The whole document."""
     runs = report.runs
     title = f"Run {runs[0].name}" if len(runs) == 1 else "Runs " + ", ".join(run.name for run in runs)
@@ -127,20 +140,23 @@ def page(report: RunReport, rollouts: int, steps: Sequence[int]) -> str:
         "<h2>Curves</h2>",
         *plots(lines_of(runs)),
         "<h2>Rollouts</h2><p>Groups with most signal first; in a group the best response first.</p>",
-        *_rollouts(runs, rollouts, steps),
+        *_rollouts(runs, rollouts, steps, _STEPS_OF_ONE if len(runs) == 1 else _STEPS_OF_SEVERAL),
+        "<h2>Held-out responses</h2>",
+        *_rollouts(runs, rollouts, evaluations, _EVALUATIONS, held_out=True),
         "<h2>Settings</h2>",
         *map(_settings, runs),
     ]
     return document(title, parts, STYLE)
 
 
-def _rollouts(runs: Sequence[RunRecords], rollouts: int, steps: Sequence[int]) -> Iterator[str]:
-    count = _STEPS_OF_ONE if len(runs) == 1 else _STEPS_OF_SEVERAL
+def _rollouts(
+    runs: Sequence[RunRecords], rollouts: int, steps: Sequence[int], count: int, *, held_out: bool = False
+) -> Iterator[str]:
     for run in runs:
         if len(runs) > 1:
             yield f"<h3>{visible(run.name)}</h3>"
-        chosen = chosen_steps(run, steps, count)
-        yield from (inspect_step(run, step, rollouts) for step in chosen)
+        chosen = chosen_steps(run, steps, count, held_out=held_out)
+        yield from (inspect_step(run, step, rollouts, held_out=held_out) for step in chosen)
         if not chosen:
             yield "<p>None on disk.</p>"
 
