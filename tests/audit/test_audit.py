@@ -22,7 +22,9 @@ from gspo.reporting.run_folder import RunFolder
 from gspo.training.credit import make_batch
 from gspo.training.loop import train
 from tests.policy.tiny import gradients, make_rollout, plain_scores, save_tiny, worst
-from tests.training.test_learner import derived_gradient
+from tests.training.test_learner import derived_gradient, make_learner
+from tests.training.test_multi_turn import conversation, save_words
+from tests.training.test_multi_turn import settings as conversation_settings
 
 SETTINGS = {
     "task": {"kind": "function", "function": "tests.training.tiny_task:rows", "held_out": 0},
@@ -160,10 +162,62 @@ def test_what_cannot_be_audited_is_one_line(run, tmp_path, capsys):
         audit(empty.read_config(), run=empty.path)
 
 
-def test_a_ratio_per_turn_is_refused(config):
-    by_turn = config.objective.model_copy(update={"ratio_span": "turn"})
-    with pytest.raises(BadInputError, match=r'objective.ratio_span = "turn": .*--objective.ratio_span trajectory'):
-        audit(config.model_copy(update={"objective": by_turn}))
+def test_conversations_with_a_ratio_per_turn_are_audited_by_turn(tmp_path):
+    """Of fresh rollouts every turn counts once; with engines that agree nothing is outside and nothing changes."""
+    config = conversation_settings(save_words(tmp_path / "model", "llama"), tmp_path, rollout={"temperature": 0.9})
+    found = audit(config)
+    gspo, paper, grpo = found.outcomes
+    assert [o.contender.unit for o in found.outcomes] == ["turn", "turn", "token"]
+    assert found.responses < gspo.units == paper.units < grpo.units == found.differences.tokens.count
+    assert gspo.outside == gspo.decisions.flipped == 0 < gspo.decisions.units
+    assert gspo.gradient.relative < 1e-3
+    assert f"of {gspo.units} turn ratios" in gspo.verdict.text
+    assert "gspo by turn 0.1 / 0.1" in page(found)
+
+
+def test_gradients_by_turn_are_those_of_a_derivation_that_shares_no_code(tmp_path):
+    """-(1/B) sum_i (1/|y_i|) sum_t A_i s_i,turn(t) grad log pi(y_t), clipped turn by turn; each turn has its noise."""
+    config = conversation_settings(
+        save_words(tmp_path / "model", "llama"),
+        tmp_path,
+        objective={"credit": "response", "advantage_scale": "none"},
+        rollout={"prompts": 1, "group_size": 3, "temperature": 1.0},
+        training={"minibatches": 1},
+    )
+    rollouts = [conversation(0, sample) for sample in range(3)]
+    learner = make_learner(tmp_path / "model", config)
+    (minibatch,) = learner.cut(make_batch([rollouts], config))
+    with torch.no_grad():
+        training, _ = plain_scores(learner.policy.model, rollouts, 1.0)
+    gaps = torch.tensor([[0.3, 0.05], [-0.06, 0.4], [-0.3, 0.02]])  # of each response, by turn; the range is .1 / .1
+    engine = training.clone()
+    for i, rollout in enumerate(rollouts):
+        for t, turn in enumerate(rollout.turns):
+            engine[i, t] -= gaps[i, turn] if turn >= 0 else 7.0
+    for micro in minibatch.micro_batches:
+        rows, width = [r.sample for r in micro.batch.rollouts], micro.batch.mask.shape[1]
+        micro.batch.old_logprobs, micro.batch.sampler_logprobs = training[rows, :width], engine[rows, :width]
+    contender = Contender("gspo", 0.1, 0.1, by_turn=True)
+    found = gradient_change(learner.policy, minibatch, contender, temperature=1.0)
+
+    def derived(weights):
+        logprobs, _ = plain_scores(learner.policy.model, rollouts, 1.0)
+        rewards = torch.tensor([r.reward for r in rollouts])
+        total = 0.0
+        for i, rollout in enumerate(rollouts):
+            turns = torch.tensor(rollout.turns)
+            for turn in (0, 1):
+                s, a = weights[i][turn], float(rewards[i] - rewards.mean())
+                clipped = (a > 0 and s > 1.1) or (a < 0 and s < 0.9)
+                mine = logprobs[i, : len(turns)][turns == turn].sum()
+                total = total - (0.0 if clipped else a * s) * mine / (turns >= 0).sum() / 3
+        total.backward()
+        return list(gradients(learner.policy.model).values())
+
+    expected = compare(derived([[1.0, 1.0]] * 3), derived(gaps.exp().tolist()))
+    for name in ("norm_ratio", "cosine", "relative"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-4)
+    assert expected.relative > 0.1
 
 
 def test_rewards_without_signal_leave_the_noise_and_no_decisions(config, run):

@@ -10,8 +10,10 @@ from gspo.audit.measure import (
     Decisions,
     autocorrelation,
     clip_decisions,
+    first_of_span,
     measure_differences,
     outside_before,
+    span_lengths,
 )
 
 GSPO = Contender("gspo", 0.02, 0.03)
@@ -116,3 +118,42 @@ def test_ratios_outside_before_any_update_by_hand():
     assert outside_before(GRPO, training, sampler, mask) == (2, 8)
     mask[0] = False
     assert outside_before(GSPO, training, sampler, mask) == (2, 3)
+
+
+def by_turn():
+    """One response: turns of two tokens each, and a token of the environment, where nothing may look, between."""
+    mask = torch.tensor([[True, True, False, True, True]])
+    spans = torch.tensor([[0, 0, -1, 1, 1]])
+    now = torch.tensor([[-1.0, -1.0, math.nan, -1.0, -1.0]])
+    training = now - torch.tensor([[0.04, 0.0, 9.0, 0.08, 0.04]])  # log s of the turns .02 and .06, of the whole .04
+    sampler = now - torch.tensor([[0.05, 0.03, 9.0, 0.06, 0.06]])  # .04 and .06, .05
+    return now, training, sampler, mask, spans
+
+
+def test_decisions_by_turn_by_hand():
+    """The bound is log 1.03 = .0296: the first turn flips, where the whole response would not."""
+    now, training, sampler, mask, spans = by_turn()
+    gspo = Contender("gspo", 0.02, 0.03, by_turn=True)
+    assert gspo.unit == "turn"
+    found = clip_decisions(gspo, now, training, sampler, torch.tensor([1.0]), mask, spans)
+    assert found == Decisions(units=2, removed_training=1, removed_engine=2, flipped=1)
+    whole = clip_decisions(GSPO, now, training, sampler, torch.tensor([1.0]), mask)
+    assert whole == Decisions(units=1, removed_training=1, removed_engine=1, flipped=0)
+    # By token, each on its turn's ratio: the first flips, the second has no advantage, the third is never clipped.
+    advantages = torch.tensor([[1.0, 0.0, 5.0, -1.0, 1.0]])
+    found = clip_decisions(gspo, now, training, sampler, advantages, mask, spans)
+    assert found == Decisions(units=3, removed_training=1, removed_engine=2, flipped=1)
+
+
+def test_turns_outside_and_their_lengths_by_hand():
+    _, training, _, mask, spans = by_turn()
+    gspo = Contender("gspo", 0.02, 0.03, by_turn=True)
+    sampler = training - torch.tensor([[0.05, 0.03, 0.0, -0.02, -0.02]])  # .04, and -.02 over log .98 = -.0202
+    assert outside_before(gspo, training, sampler, mask, spans) == (1, 2)
+    assert outside_before(GSPO, training, sampler, mask) == (0, 1)  # .01
+    assert first_of_span(mask, spans).tolist() == [[True, False, False, True, False]]
+    assert span_lengths(mask, spans) == [2, 2]
+    late = mask & torch.tensor([[False, True, True, False, False]])
+    assert first_of_span(late, spans).tolist() == [[False, True, False, False, False]]
+    assert span_lengths(late, spans) == [1]
+    assert outside_before(gspo, training, sampler, late, spans) == (1, 1)

@@ -18,12 +18,13 @@ from gspo.audit.measure import (
     clip_decisions,
     measure_differences,
     outside_before,
+    span_lengths,
 )
 from gspo.audit.subject import RewardFunction, Subject, fresh, recorded
 from gspo.audit.verdict import Verdict, judge
 from gspo.audit.weights import EngineWeights
 from gspo.config import Config
-from gspo.errors import BadInputError, GspoError
+from gspo.errors import GspoError
 from gspo.objectives import CLIP_RANGES
 from gspo.reporting.timing import StageClock
 from gspo.training.clip_range import clip_range
@@ -93,11 +94,6 @@ def audit(
 
     Raises BadInputError; GspoError where nothing could be measured.
     """
-    if config.objective.ratio_span == "turn":
-        raise BadInputError(
-            'objective.ratio_span = "turn": the audit compares ratios of whole responses and of tokens; give '
-            "--objective.ratio_span trajectory"
-        )
     config = _as_audited(config)
     if run is not None and engine_weights is None:
         subject = recorded(config, run)
@@ -138,6 +134,7 @@ def examine(subject: Subject, config: Config) -> Audit:
     )
     rest = with_signal[1:] or with_signal
     current = [(micro, _score(learner, micro)) for m in rest for micro in m.micro_batches]
+    turns = _turn_lengths(minibatches)
     outcomes = []
     for contender in contenders(config):
         outside, units = _outside(contender, minibatches)
@@ -145,20 +142,24 @@ def examine(subject: Subject, config: Config) -> Audit:
         change = None
         if rest:
             change = gradient_change(learner.policy, rest[0], contender, temperature=config.rollout.temperature)
-        verdict = judge(contender, differences, outside, units, decisions, change, costs.recompute)
+        verdict = judge(contender, differences, outside, units, decisions, change, costs.recompute, turns=turns)
         outcomes.append(Outcome(contender, outside, units, decisions, change, verdict))
     return Audit(subject.source, sum(map(len, subject.groups)), differences, tuple(outcomes), costs)
 
 
 def contenders(config: Config) -> list[Contender]:
-    """GSPO and GRPO: at the config's clip range where that is theirs, and at their papers' own."""
+    """GSPO and GRPO: at the config's clip range where that is theirs, and at their papers' own.
+
+    GSPO takes its ratio over what `objective.ratio_span` says.
+    """
     objective = config.objective
     found = []
     for name in ("gspo", "grpo"):
         low, high = CLIP_RANGES[name]
+        by_turn = name == "gspo" and objective.ratio_span == "turn"
         if objective.name in (name, f"{name}_token"):
-            found.append(Contender(name, *clip_range(objective), objective.dual_clip))
-        found.append(Contender(name, low, high))
+            found.append(Contender(name, *clip_range(objective), objective.dual_clip, by_turn))
+        found.append(Contender(name, low, high, by_turn=by_turn))
     return list(dict.fromkeys(found))
 
 
@@ -212,7 +213,7 @@ def _differences(minibatches: Sequence[MiniBatch]) -> Differences:
 
 def _outside(contender: Contender, minibatches: Sequence[MiniBatch]) -> tuple[int, int]:
     counts = [
-        outside_before(contender, _old(micro), micro.batch.sampler_logprobs, micro.batch.mask)
+        outside_before(contender, _old(micro), micro.batch.sampler_logprobs, micro.batch.mask, micro.batch.spans)
         for m in minibatches
         for micro in m.micro_batches
     ]
@@ -221,7 +222,14 @@ def _outside(contender: Contender, minibatches: Sequence[MiniBatch]) -> tuple[in
 
 def _decisions(contender: Contender, micro: MicroBatch, now: Tensor) -> Decisions:
     batch = micro.batch
-    return clip_decisions(contender, now, _old(micro), batch.sampler_logprobs, batch.advantages, batch.mask)
+    return clip_decisions(
+        contender, now, _old(micro), batch.sampler_logprobs, batch.advantages, batch.mask, batch.spans
+    )
+
+
+def _turn_lengths(minibatches: Sequence[MiniBatch]) -> list[int]:
+    batches = [micro.batch for m in minibatches for micro in m.micro_batches]
+    return [n for batch in batches if batch.spans is not None for n in span_lengths(batch.mask, batch.spans)]
 
 
 def _old(micro: MicroBatch) -> Tensor:

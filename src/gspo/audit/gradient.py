@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,14 +61,16 @@ def _gradient(
     policy: Policy, minibatch: MiniBatch, contender: Contender, temperature: float, *, engine: bool
 ) -> list[Tensor]:
     """The gradient of each trainable parameter, taken away from it."""
-    options = {} if contender.dual_clip is None else {"dual_clip": contender.dual_clip}
+    options: dict[str, Any] = {} if contender.dual_clip is None else {"dual_clip": contender.dual_clip}
     parameters = [parameter for _, parameter in policy.trainable_parameters()]
     for parameter in parameters:
         parameter.grad = None
     for micro in minibatch.micro_batches:
         batch = replace(micro.batch, old_logprobs=micro.batch.sampler_logprobs) if engine else micro.batch
         assert batch.old_logprobs is not None
-        name = "gspo_token" if contender.objective == "gspo" and batch.advantages.ndim == 2 else contender.objective
+        by_token = contender.by_turn or batch.advantages.ndim == 2
+        name = "gspo_token" if contender.objective == "gspo" and by_token else contender.objective
+        spans = {"spans": batch.spans} if contender.by_turn else {}
         with policy.forward(micro.layout, temperature=temperature, entropy=False, routes=micro.routes) as scores:
             output = LOSSES[name](
                 scores.logprobs,
@@ -78,6 +81,7 @@ def _gradient(
                 clip_high=contender.clip_high,
                 totals=minibatch.totals,
                 **options,
+                **spans,
             )
             torch.autograd.backward(output.loss)
     taken = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from gspo.objectives.clipping import Band, ClipFlags, clip_flags
 from gspo.objectives.guidance import EngineNoise, engine_differences, measure_noise
-from gspo.objectives.ratios import row_mean, token_log_ratio
+from gspo.objectives.ratios import dense_ids, row_mean, span_mean, token_log_ratio
 
 LAGS = 8
 """Autocorrelation is reported up to this many tokens apart."""
@@ -120,34 +120,59 @@ def autocorrelation(delta: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], lag:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """An objective at a clip range: one ratio a response (`gspo`, `gspo_token`) or a token (`grpo`)."""
+    """An objective at a clip range: a ratio for each response (`gspo`), turn of it (`by_turn`) or token (`grpo`)."""
 
     objective: str
     clip_low: float
     clip_high: float
     dual_clip: float | None = None
+    by_turn: bool = False
 
     @property
     def unit(self) -> str:
         """What is clipped at once."""
-        return "token" if self.objective == "grpo" else "response"
+        return "token" if self.objective == "grpo" else "turn" if self.by_turn else "response"
 
     def flags(
-        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+        self, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, spans: Tensor | None = None
     ) -> tuple[ClipFlags, Tensor, Tensor]:
-        """Clip flags, advantages and existence of each unit; responses [B], tokens [B, T].
+        """Clip flags, advantages and existence of each unit; responses [B], turns and tokens [B, T].
 
-        A response whose tokens differ in their advantages is decided token by token, on the ratio that they share.
+        A turn is where its first trainable token is. Where advantages are given by token [B, T], each is decided for
+        itself, on the ratio that it shares with its turn or response. `spans` are the turns.
         """
         log_ratio = token_log_ratio(logprobs.detach(), old_logprobs, mask)
-        per_token = self.unit == "token" or advantages.ndim == 2
-        if self.unit == "response":
+        by_token = self.unit == "token" or advantages.ndim == 2
+        exists = mask
+        if self.unit == "turn":
+            assert spans is not None
+            log_ratio = span_mean(log_ratio, mask, spans)
+            exists = mask if by_token else first_of_span(mask, spans)
+        elif self.unit == "response":
             log_ratio = row_mean(log_ratio, mask)
-        if per_token and log_ratio.ndim == 1:
+            exists = mask if by_token else mask.any(1)
+        if by_token and log_ratio.ndim == 1:
             log_ratio = log_ratio[:, None].expand(mask.shape)
-        given = advantages[:, None].expand(mask.shape) if per_token and advantages.ndim == 1 else advantages
+        given = advantages[:, None].expand(mask.shape) if exists.ndim > advantages.ndim else advantages
         band = Band(self.clip_low, self.clip_high, self.dual_clip)
-        return clip_flags(log_ratio, given, band), given, mask if per_token else mask.any(1)
+        return clip_flags(log_ratio, given, band), given, exists
+
+
+def first_of_span(mask: Bool[Tensor, "B T"], spans: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """True at the first trainable token of each span."""
+    index = dense_ids(spans)
+    places = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+    first = torch.full_like(index, mask.shape[1]).scatter_reduce(
+        1, index, torch.where(mask, places, mask.shape[1]), "amin"
+    )
+    return mask & (places == first.gather(1, index))
+
+
+def span_lengths(mask: Bool[Tensor, "B T"], spans: Int[Tensor, "B T"]) -> list[int]:
+    """The trainable tokens of each span that has one."""
+    index = dense_ids(spans)
+    counts = torch.zeros_like(index).scatter_add(1, index, mask.to(index.dtype))
+    return [int(count) for count in counts[counts > 0].tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +204,12 @@ def clip_decisions(
     sampler: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
+    spans: Int[Tensor, "B T"] | None = None,
 ) -> Decisions:
     """Which decisions differ when the old log-probs are the engine's (`sampler`) and not the training engine's."""
     removed = []
     for old in (training, sampler):
-        flags, given, exists = contender.flags(logprobs, old, advantages, mask)
+        flags, given, exists = contender.flags(logprobs, old, advantages, mask, spans)
         units = exists & (given != 0)
         removed.append((flags.removed_low | flags.removed_high) & units)
     with_training, with_engine = removed
@@ -192,10 +218,14 @@ def clip_decisions(
 
 
 def outside_before(
-    contender: Contender, training: Float[Tensor, "B T"], sampler: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    contender: Contender,
+    training: Float[Tensor, "B T"],
+    sampler: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    spans: Int[Tensor, "B T"] | None = None,
 ) -> tuple[int, int]:
     """(units outside the range, units) before any update: outside by the engines' disagreement alone."""
-    flags, _, exists = contender.flags(training, sampler, torch.zeros(len(mask), device=mask.device), mask)
+    flags, _, exists = contender.flags(training, sampler, torch.zeros(len(mask), device=mask.device), mask, spans)
     outside = (flags.outside_low | flags.outside_high) & exists
     return int(outside.sum()), int(exists.sum())
 

@@ -45,7 +45,8 @@ def verdicts(audit: Audit) -> list[str]:
 def name_of(outcome: Outcome) -> str:
     """An objective and its range."""
     contender = outcome.contender
-    return f"{contender.objective} {contender.clip_low:g} / {contender.clip_high:g}"
+    by_turn = " by turn" if contender.by_turn else ""
+    return f"{contender.objective}{by_turn} {contender.clip_low:g} / {contender.clip_high:g}"
 
 
 def _differences(audit: Audit) -> Rows:

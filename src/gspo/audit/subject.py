@@ -111,6 +111,7 @@ def _rounded(config: Config, checkpoint: Path | None, weights: EngineWeights) ->
     model = config.model
     copy = load_policy(
         config.model.path if checkpoint is None else checkpoint,
+        base=None if checkpoint is None or model.lora is None else model.path,
         dtype=model.dtype,
         device=model.device,
         trust_remote_code=model.trust_remote_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,14 +34,16 @@ def judge(
     decisions: Decisions,
     gradient: GradientChange | None,
     recompute_seconds: float,
+    *,
+    turns: Sequence[int] = (),
 ) -> Verdict:
     """Whether the engine's log-probs may stand in this objective's ratio.
 
     They may where no more than `TOLERATED` of the ratios leave the range by noise alone and of the decisions flip, and
     the gradient changes by no more than `TOLERATED_GRADIENT`. Else recomputing helps, and so may a wider range where
-    the noise reaches beyond this one.
+    the noise reaches beyond this one. `turns` are the lengths of turns, for a ratio by turn.
     """
-    lengths = differences.lengths if contender.unit == "response" else [1]
+    lengths = {"response": differences.lengths, "turn": turns, "token": [1]}[contender.unit]
     suggested = suggest_clip_range(differences.noise, lengths, share=TOLERATED)
     if differences.tokens.max == 0:
         text = "use the engine's likelihoods: both engines agree to the last bit"
