@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.errors import BadInputError
+from gspo.errors import BadInputError, GspoError
 from gspo.reporting.files import LineFile, read_lines, write_atomically
 
 
@@ -60,3 +60,14 @@ def test_atomic_write_replaces_whole_and_leaves_nothing_else(tmp_path: Path) -> 
     write_atomically(path, b"two")
     assert path.read_bytes() == b"two"
     assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GspoError, match=r"file/x: cannot be written \(.+\); make room, or give a place") as found:
+        write_atomically(tmp_path / "file" / "x", b"content")
+    assert "\n" not in str(found.value)
+    lines = LineFile(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(GspoError, match=r"metrics\.jsonl: cannot be written \(Is a directory\)"):
+        lines.append({"step": 1})

@@ -35,6 +35,20 @@ def test_a_place_that_cannot_hold_runs_is_refused(tmp_path: Path) -> None:
         RunFolder.planned(config(tmp_path, "first"))
 
 
+def test_a_name_that_another_run_took_meanwhile_is_refused(tmp_path: Path) -> None:
+    planned = RunFolder.planned(config(tmp_path, "first"))
+    RunFolder.create(config(tmp_path, "first"))
+    with pytest.raises(BadInputError, match=r"run\.name: .*first exists; .*--resume .*first"):
+        planned.make(config(tmp_path, "first"))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    planned = RunFolder.planned(config(tmp_path, "first"))
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(BadInputError, match=r"run\.dir: .*first cannot be made \(Not a directory\); give another"):
+        planned.make(config(tmp_path, "first"))
+
+
 def test_a_planned_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert RunFolder.planned(config(tmp_path, "first")).path == tmp_path / "runs" / "first"
     assert not (tmp_path / "runs").exists()

@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +17,7 @@ from gspo.reporting.journal import read_rollouts
 from gspo.reporting.run_folder import RunFolder
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.training.checkpoint import OPTIMIZER, STATE
+from gspo.training.optimizer_files import save_optimizer
 from tests.policy.tiny import save_tiny
 from tests.training.tiny_task import early_words
 
@@ -278,3 +280,48 @@ def test_a_damaged_checkpoint_is_one_line(folder, tmp_path, name, content):
         loop.train(config, reward=early_words, resume=tmp_path / "run")
     assert str(caught.value).startswith(f"{file}: cannot be read (")
     assert "\n" not in str(caught.value)
+
+
+def test_nobody_else_trains_in_the_folder_meanwhile(folder, tmp_path):
+    refused = []
+
+    def intrude(_result):
+        with pytest.raises(BadInputError, match="another process is training in it") as found:
+            loop.train(config, reward=early_words, resume=tmp_path / "run")
+        refused.append(str(found.value))
+
+    config = settings(folder, tmp_path, training={"steps": 1})
+    loop.train(config, reward=early_words, callbacks=[intrude])
+    further = settings(folder, tmp_path, training={"steps": 2})
+    loop.train(further, reward=early_words, callbacks=[intrude], resume=tmp_path / "run")
+    assert len(refused) == 2
+
+
+def test_a_full_disk_is_one_line_and_costs_no_work(folder, tmp_path, monkeypatch):
+    config = settings(folder, tmp_path, training={"steps": 2}, checkpoint={"every": 1})
+    whole = loop.train(settings(folder, tmp_path, "whole", training={"steps": 2}), reward=early_words)
+    written = []
+
+    def full(*arguments):
+        if written:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        written.append(save_optimizer(*arguments))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gspo.training.checkpoint.save_optimizer", full)
+        with pytest.raises(
+            GspoError, match=r"step-000002: cannot be written .*No space left.*--resume .*run$"
+        ) as found:
+            loop.train(config, reward=early_words)
+    assert "\n" not in str(found.value)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == ["step-000001"]
+    resumed = loop.train(config, reward=early_words, resume=tmp_path / "run")
+    assert all(torch.equal(weights(resumed.checkpoint)[name], w) for name, w in weights(whole.checkpoint).items())
+
+
+def test_a_checkpoint_without_its_model_says_how_to_go_back(folder, tmp_path):
+    config = settings(folder, tmp_path, training={"steps": 2}, checkpoint={"every": 1})
+    last = loop.train(config, reward=early_words).checkpoint
+    (last / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(BadInputError, match=r"cannot be loaded: .*; remove .*step-000002 to go on from the checkpoint"):
+        loop.train(config, reward=early_words, resume=tmp_path / "run")

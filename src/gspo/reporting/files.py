@@ -5,26 +5,43 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gspo.errors import BadInputError
+from safetensors import SafetensorError
+
+from gspo.errors import BadInputError, GspoError
+
+
+@contextmanager
+def writing(path: Path, advice: str = "make room, or give a place that can be written to") -> Iterator[None]:
+    """Turns a full disk, or a folder that takes no files, into a GspoError of one line."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise GspoError(f"{path}: cannot be written ({reason}); {advice}") from error
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Puts a file in place whole: readers see the old one or the new one, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Puts a file in place whole: readers see the old one or the new one, also after a power cut.
+
+    Raises GspoError where the disk is full or the folder cannot be written to.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_folder(path.parent)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
 
 
 def _sync_folder(path: Path) -> None:
@@ -50,9 +67,12 @@ class LineFile:
             self._forget_after(resume_step)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one record; it is in the hands of the operating system when this returns."""
+        """Writes one record; it is in the hands of the operating system when this returns.
+
+        Raises GspoError where the disk is full or the folder cannot be written to.
+        """
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
-        with self.path.open("ab") as file:
+        with writing(self.path), self.path.open("ab") as file:
             file.write(line)
 
     def _forget_after(self, step: int | None) -> None:

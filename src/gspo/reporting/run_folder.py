@@ -24,6 +24,7 @@ class RunFolder:
     """A run on disk.
 
     config.json                      the resolved config
+    run.lock                         held by the process that trains in it
     metrics.jsonl                    a line a step: each metric, with its sum and denominator
     timings.jsonl                    a line a step: seconds, tokens per second, peak memory (not reproducible)
     evaluations.jsonl                a line an evaluation
@@ -52,17 +53,29 @@ class RunFolder:
         """
         run = cls(config.run.dir / (config.run.name or free_name(config.run.dir, default_name)))
         if run.path.exists():
-            raise BadInputError(f"run.name: {run.path} exists; choose another name, or go on with --resume {run.path}")
+            raise run._taken()
         above = next(folder for folder in run.path.absolute().parents if folder.exists())
         if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
             raise BadInputError(f"run.dir: {above} is no folder that can be written to; give another")
         return run
 
     def make(self, config: Config) -> None:
-        """Makes the folder of a new run and writes its config."""
-        self.rollouts.mkdir(parents=True)
+        """Makes the folder of a new run and writes its config.
+
+        Raises BadInputError where it cannot be made, or where another run has taken the name since it was planned.
+        """
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError as error:
+            raise BadInputError(f"run.dir: {self.path} cannot be made ({error.strerror}); give another") from None
+        self.rollouts.mkdir()
         self.checkpoints.mkdir()
         self.write_config(config)
+
+    def _taken(self) -> BadInputError:
+        return BadInputError(f"run.name: {self.path} exists; choose another name, or go on with --resume {self.path}")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

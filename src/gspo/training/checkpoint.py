@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from gspo.errors import BadInputError
 from gspo.policy.export import save_policy
 from gspo.policy.model import Policy
+from gspo.reporting.files import writing
 from gspo.training.interrupts import uninterrupted
 from gspo.training.learner import Learner
 from gspo.training.optimizer_files import NAME, load_optimizer_files, save_optimizer
@@ -52,7 +56,7 @@ def save_checkpoint(run: Path, policy: Policy, learner: Learner, state: TrainSta
     final = folder / f"step-{state.step:06d}"
     partial = folder / f".partial-{final.name}"
     world = learner.world
-    with uninterrupted():
+    with uninterrupted(), writing(final, f"make room, then go on with: gspo train --resume {run}"), _gone(partial):
         if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -71,6 +75,16 @@ def save_checkpoint(run: Path, policy: Policy, learner: Learner, state: TrainSta
             _prune(folder, keep)
     world.barrier()
     return final
+
+
+@contextmanager
+def _gone(partial: Path) -> Iterator[None]:
+    """Leaves nothing of a checkpoint that could not be written: on a full disk its room is needed."""
+    try:
+        yield
+    except (OSError, SafetensorError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _finish(partial: Path, final: Path, state: TrainState) -> None:
@@ -100,10 +114,23 @@ def load_optimizer(checkpoint: Path, policy: Policy, learner: Learner, version: 
     learner.version = version
 
 
+@contextmanager
+def damaged_model(checkpoint: Path | None) -> Iterator[None]:
+    """Adds what to do to an error that is about a checkpoint's model."""
+    try:
+        yield
+    except BadInputError as error:
+        if checkpoint is None or repr(str(checkpoint)) not in str(error):
+            raise
+        raise BadInputError(f"{error}; {_go_back(checkpoint)}") from None
+
+
 def _damaged(file: Path, error: Exception) -> BadInputError:
-    return BadInputError(
-        f"{file}: cannot be read ({error}); remove {file.parent} to go on from the checkpoint before it"
-    )
+    return BadInputError(f"{file}: cannot be read ({error}); {_go_back(file.parent)}")
+
+
+def _go_back(checkpoint: Path) -> str:
+    return f"remove {checkpoint} to go on from the checkpoint before it"
 
 
 def find_checkpoint(run: Path) -> Path | None:

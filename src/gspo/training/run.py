@@ -13,7 +13,7 @@ from gspo.errors import BadInputError
 from gspo.policy.load import Preview, load_policy, preview_policy
 from gspo.policy.model import Policy
 from gspo.reporting.recorder import Recorder
-from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.run_lock import held
 from gspo.reporting.warning_log import LibraryLog
 from gspo.rewards.runner import RewardRunner
 from gspo.rollout.engine import Engine
@@ -21,7 +21,8 @@ from gspo.tasks.load import Task, load_task
 from gspo.tasks.rows import Rows, load_rows
 from gspo.tasks.stream import PromptStream
 from gspo.training.ahead import Ahead
-from gspo.training.checkpoint import TrainState, find_checkpoint, load_optimizer, read_state, save_checkpoint
+from gspo.training.beginning import begin
+from gspo.training.checkpoint import damaged_model, load_optimizer, save_checkpoint
 from gspo.training.clip_range import clip_range
 from gspo.training.collect import Collected, Collector
 from gspo.training.engine import check_engine, start_engine
@@ -40,17 +41,17 @@ class Run:
     def __init__(self, config: Config, functions: Sequence[RewardFunction], resume: Path | None, world: World) -> None:
         self.config = config
         self.world = world
-        self.folder, checkpoint, self.state = world.from_main(lambda: _start(config, resume))
-        clip_range(config.objective)
-        check_lag(config, self.world)
-        rows = load_rows(config.task, seed=config.run.seed)
-        check_prompts(config, rows)
         with ExitStack() as opened:
+            self.folder, checkpoint, self.state, changes = world.from_main(lambda: begin(config, resume, opened))
+            clip_range(config.objective)
+            check_lag(config, self.world)
+            rows = load_rows(config.task, seed=config.run.seed)
+            check_prompts(config, rows)
             self.rewards = opened.enter_context(
                 RewardRunner(config.reward, default=rows.default_reward, functions=functions)
             )
             library = opened.enter_context(closing(LibraryLog()))
-            warnings = {"settings": config.warnings(), "task": rows.notes()}
+            warnings = {"settings": config.warnings(), "task": changes + rows.notes()}
             warnings["rewards"] = self.rewards.validate(rows.train)
             preview = preview_trained_policy(config, checkpoint, rows, world)
             check_architecture(preview, config)
@@ -76,6 +77,7 @@ class Run:
             self.ahead = self._start_ahead(opened) if config.rollout.lag else None
             if world.is_main and resume is None:
                 self.folder.make(config)
+                opened.enter_context(held(self.folder.path))
             elif world.is_main:
                 self.folder.change(config, self.state.step)
             # Without a checkpoint even the evaluation before the first step is done again.
@@ -95,7 +97,8 @@ class Run:
             where = f"after step {self.state.step}" if checkpoint is not None else "at the start: no checkpoint yet"
             on_disk = self.folder.rollout_file(self.state.step + 1).exists()
             again = "; rollouts already on disk are used again" if on_disk else ""
-            self.recorder.note(f"resumed {where}{again}")
+            left = "" if self.state.step < config.training.steps else "; no step of training.steps is left"
+            self.recorder.note(f"resumed {where}{again}{left}")
         for note in self._description():
             self.recorder.note(note)
 
@@ -196,27 +199,6 @@ class Run:
         ]
 
 
-def _start(config: Config, resume: Path | None) -> tuple[RunFolder, Path | None, TrainState]:
-    """The folder of the run, the checkpoint that it goes on from, and where that stood."""
-    if resume is None:
-        return RunFolder.planned(config), None, TrainState()
-    folder, checkpoint = RunFolder.open(resume), find_checkpoint(resume)
-    if checkpoint is None:
-        return folder, None, TrainState()
-    _check_same_model(config, folder.read_config())
-    return folder, checkpoint, read_state(checkpoint)
-
-
-def _check_same_model(config: Config, before: Config) -> None:
-    """A path that moved is needed where a checkpoint does not hold the whole model: an adapter's base, a reference."""
-    used = config.model.lora is not None or config.objective.kl_weight > 0
-    if config.model.path != before.model.path and not used:
-        raise BadInputError(
-            f"model.path = {config.model.path!r}: a resumed run goes on from its checkpoint, which began as "
-            f"{before.model.path!r}; leave it out, or start a new run from that model"
-        )
-
-
 def check_prompts(config: Config, rows: Rows) -> None:
     """Raises BadInputError where a step would need more prompts than there are."""
     if len(rows.train) < config.rollout.prompts:
@@ -228,20 +210,22 @@ def check_prompts(config: Config, rows: Rows) -> None:
 
 def preview_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, world: World | None = None) -> Preview:
     """What is known, before its weights are read, of the policy that `load_trained_policy` loads."""
-    return preview_policy(config.model.path, resume=checkpoint, world=world, **_policy_settings(config, rows))
+    with damaged_model(checkpoint):
+        return preview_policy(config.model.path, resume=checkpoint, world=world, **_policy_settings(config, rows))
 
 
 def load_trained_policy(config: Config, checkpoint: Path | None, rows: Rows, world: World | None = None) -> Policy:
     """The policy of the config, or of a checkpoint of its run; with a reference if the KL is on."""
-    return load_policy(
-        config.model.path,
-        resume=checkpoint,
-        layout=config.model.layout,
-        batch_invariant=config.likelihoods.batch_invariant and config.rollout.engine == "transformers",
-        seed=config.run.seed,
-        world=world,
-        **_policy_settings(config, rows),
-    )
+    with damaged_model(checkpoint):
+        return load_policy(
+            config.model.path,
+            resume=checkpoint,
+            layout=config.model.layout,
+            batch_invariant=config.likelihoods.batch_invariant and config.rollout.engine == "transformers",
+            seed=config.run.seed,
+            world=world,
+            **_policy_settings(config, rows),
+        )
 
 
 def _policy_settings(config: Config, rows: Rows) -> dict[str, Any]:
