@@ -31,6 +31,7 @@ def test_an_update_has_trls_gradient(tmp_path: Path) -> None:
     for side in ("ours", "trl"):
         assert row[side]["response_tokens_per_s"] == pytest.approx(row["response_tokens"] / row[side]["seconds"])
         assert row[side]["peak_rss_mb"] > 100
+    assert row["ours"]["attention"] == "tiles: not an NVIDIA GPU"
     assert row["speedup"] == pytest.approx(row["trl"]["seconds"] / row["ours"]["seconds"])
     assert row["memory_ratio"] == pytest.approx(row["ours"]["peak_rss_mb"] / row["trl"]["peak_rss_mb"])
 

@@ -15,7 +15,7 @@ from gspo.policy.varlen import VarlenAttention, plan_calls, unserved
 from tests.policy import varlen_reference
 from tests.policy.dense import one_rollout_at_a_time, visible
 from tests.policy.test_model import compare_with_plain, policy_of
-from tests.policy.tiny import random_rollouts, tiny_model
+from tests.policy.tiny import gradients, plain_scores, random_rollouts, tiny_model, worst
 from tests.policy.varlen_reference import flash_backward_on_cpu, flash_on_cpu, kernels_on_cpu
 
 groups = st.lists(
@@ -156,6 +156,24 @@ def test_models_have_the_scores_and_gradients_of_one_rollout_at_a_time(family, c
 
 
 @pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_groups_that_are_split_over_several_passes_add_up_to_the_same_gradients(family):
+    model, rollouts = tiny_model(family), random_rollouts()
+    policy = policy_of(model)
+    expected, _ = plain_scores(model, rollouts, 1.0)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
+    (expected * weights).sum().backward()
+    reference = gradients(model)
+    parts = policy.micro_batches(rollouts, 18)
+    assert len({rollouts[part[0]].slot for part in parts}) < len(parts)
+    for part in parts:
+        layout = policy.layout([rollouts[index] for index in part], columns=expected.shape[1])
+        with policy.forward(layout, temperature=1.0) as scores:
+            (scores.logprobs * weights[part]).sum().backward()
+    assert worst(gradients(model), reference) < 1e-5
+
+
+@pytest.mark.usefixtures("trusted")
 def test_queries_and_keys_in_float32_take_the_dtype_of_values_and_get_gradients_in_their_own():
     layout = build_layout(random_rollouts(), "shared")
     leaves, upstream = leaves_of(layout, (6, 2), dtype=torch.float32, with_sinks=True)
@@ -169,8 +187,8 @@ def test_queries_and_keys_in_float32_take_the_dtype_of_values_and_get_gradients_
     ]  # fmt: skip
     expected = one_rollout_at_a_time(*rounded, layout, None, 8**-0.5, leaves[3].detach().double())
     expected.backward(upstream.bfloat16().double())
-    gradients = [(ours.grad, theirs.grad) for ours, theirs in zip(leaves[:3], rounded, strict=True)]
-    for ours, theirs in [(found.detach(), expected.detach()), *gradients]:
+    slopes = [(ours.grad, theirs.grad) for ours, theirs in zip(leaves[:3], rounded, strict=True)]
+    for ours, theirs in [(found.detach(), expected.detach()), *slopes]:
         assert float((ours.double() - theirs).norm() / theirs.norm()) < torch.finfo(torch.bfloat16).eps
 
 
@@ -285,6 +303,7 @@ BROKEN = {
     "its own output": (backward_with(out=True), "dq", None),
     "other key heads": ((other_heads(varlen_reference.forward, 0), varlen_reference.backward), "output", None),
     "other starts": ((shifted(varlen_reference.forward, 4), varlen_reference.backward), "output", None),
+    "padded sums": (forward_with(lambda total: total.expand(5, *total.shape)), "its log-sum-exp is [5, 4, 553]", None),
     "not a number": (forward_with(lambda total: total * torch.nan), "output", None),
     "a refusal": ((refuses, refuses), "raised an error (no kernel image is available)", None),
     "a refused gradient": ((varlen_reference.forward, refuses), "raised an error (no kernel image", None),
@@ -352,7 +371,7 @@ def test_the_real_kernel_is_proven(size, heads, windowed):
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])
 def test_on_a_gpu_a_model_scores_alike_by_kernel_and_by_tiles(monkeypatch, family):
     model = tiny_model(family, scale=2.0).cuda()
     layout = build_layout(random_rollouts(), "shared").to("cuda")
@@ -364,7 +383,7 @@ def test_on_a_gpu_a_model_scores_alike_by_kernel_and_by_tiles(monkeypatch, famil
             hidden = hidden_states(model, layout)
             hidden.float().square().sum().backward()
         assert active.ways == {KERNEL if refused is None else "tiles: for comparison"}
-        found.append([hidden.detach().float(), *(p.grad.float() for p in model.parameters() if p.grad is not None)])
-        model.zero_grad(set_to_none=True)
+        found.append([hidden.detach().flatten(), torch.cat([g.flatten() for g in gradients(model).values()])])
     for ours, theirs in zip(*found, strict=True):
-        assert float((ours - theirs).norm()) < 0.05 * float(theirs.norm()) + 1e-6
+        # Tiles leave queries and keys in float32, the kernel does not: 1.7 % at most with the reference in its place.
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.05

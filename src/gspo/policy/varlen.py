@@ -9,11 +9,12 @@ The kernel's backward pass makes its weights anew as exp(s - L), and takes the r
 and the output over all calls (and the layer's sink), each call returns its own share of the gradients (Dao,
 FlashAttention-2, arXiv 2307.08691, algorithm 2).
 
-What is assumed of the kernel, and tried by `varlen_proof` before it is used: sequences lie end to end, [tokens, heads,
-size]; query head h reads key head h // (H / Hkv); the log-sum-exp is natural, of scaled scores, float32 [H, tokens];
-the last query of a sequence is level with its last key. Sequences without a token are never given: versions differ in
-what they do with them. dq, and the dk and dv of copied keys, are summed in no fixed order unless
-torch.use_deterministic_algorithms(True) is set.
+It is called as `torch.nn.attention.varlen` does. What is assumed, and tried by `varlen_proof` before use: sequences
+lie end to end, [tokens, heads, size]; query head h reads key head h // (H / Hkv); the log-sum-exp is natural, of
+scaled scores, float32 [H, tokens]; the last query of a sequence is level with its last key; a window's left side
+counts the keys before that one. Sequences without a token are never given: versions differ in what they do with them.
+dq, and the dk and dv of copied keys, are summed in no fixed order unless torch.use_deterministic_algorithms(True) is
+set.
 """
 
 from __future__ import annotations
@@ -189,10 +190,12 @@ def _add(x: Tensor, places: Places, found: Tensor) -> None:
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
     """Output [queries, H, D] and log-sum-exp [H, queries] of one call."""
-    found = torch.ops.aten._flash_attention_forward(
+    out, sums, *_ = torch.ops.aten._flash_attention_forward(
         q[call.queries], k[call.keys], v[call.keys], *_shape(call), return_debug_mask=False, **_bounds(call, scale)
     )
-    return found[0], found[1]
+    if sums.shape != (out.shape[1], out.shape[0]):  # one padded by sequence would be read out of its bounds
+        raise RuntimeError(f"its log-sum-exp is {list(sums.shape)} for an output of {list(out.shape)}")
+    return out, sums
 
 
 def _kernel_backward(
