@@ -1,6 +1,8 @@
 """The command: quick where it can be, one line per problem, the right exit status."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -251,6 +253,23 @@ def test_ctrl_c_says_how_to_go_on(
 ) -> None:
     FakeTraining(monkeypatch, fails=KeyboardInterrupt(), begins=begun)
     assert complaints(capsys, "train", str(config), "--run.name", "x", status=130) == [line]
+
+
+def test_sigterm_says_how_to_go_on(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = FakeTraining(monkeypatch)
+
+    def terminated(config: Any, *, resume: Path | None) -> None:
+        training(config, resume=resume)
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the signal did not end the run")
+
+    monkeypatch.setattr("gspo.training.loop.train", terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    (line,) = complaints(capsys, "train", str(config), "--run.name", "x", status=143)
+    assert line == "gspo: terminated; go on with: gspo train --resume runs/x"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_that_cannot_go_on_is_status_1(

@@ -367,6 +367,13 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: bytes | None
         load_config(tmp_path)
 
 
+def test_a_file_from_windows_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    text = '[model]\npath = "m"\n[task]\nkind = "jsonl"\npath = "rows.jsonl"\n'
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert load_config(path).model.path == "m"
+
+
 def test_names_of_settings() -> None:
     assert "reward.functions.weight" in setting_names()
     assert "task.path" in setting_names("jsonl")

@@ -28,7 +28,7 @@ Where the model lies that an adapter belongs to, if it was moved: --model.path F
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input) or 130 (Ctrl-C).
+    """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
 
     Of the processes that `torchrun` started, the first one that fails says why, and the others end without a word.
     """

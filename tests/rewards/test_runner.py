@@ -301,6 +301,7 @@ def test_validate_warns_of_a_function_that_raises() -> None:
         ("my_rewards:not_a_list", "not_a_list: returned a float; it must return a list"),
         ({"function": "my_rewards:picky"}, "picky: it needs 'answer', which is no column of the data"),
         ({"function": "my_rewards:picky", "parameters": {"x": 1}}, "takes no parameter 'x'; it takes answer"),
+        ({"function": "exact", "parameters": {"colum": "x"}}, "exact takes no parameter 'colum'; it takes column"),
         ({"function": "exact", "parameters": {"column": "gold"}}, "exact: no column 'gold' to compare with"),
         ({"function": "regex", "parameters": {"pattern": "("}}, r"regex: pattern = '\(' is no regular expression"),
         ({"function": "regex"}, "regex: it needs 'pattern'"),

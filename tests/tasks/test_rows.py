@@ -66,6 +66,8 @@ def test_template_that_cannot_work(tmp_path: Path, template: str, message: str) 
         ('{"prompt": [{"role": "assistant", "content": "4"}]}', r"data.jsonl:3: the prompt ends with an assistant"),
         ("[" * 100_000, r"data.jsonl:3: not valid JSON"),
         ('{"prompt": "\xff"}', r"data.jsonl:3: not UTF-8"),
+        ('{"prompt": "3+\\uD83D="}', r"data.jsonl:3: half a surrogate pair"),
+        ('{"prompt": "3+3=", "answer": ["\\udead"]}', r"data.jsonl:3: half a surrogate pair"),
     ],
 )
 def test_malformed_rows_are_named(tmp_path: Path, line: str, message: str) -> None:

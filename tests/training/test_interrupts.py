@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from gspo.training.interrupts import uninterrupted
+from gspo.training.interrupts import Terminated, terminable, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -57,3 +57,34 @@ def test_runs_in_other_threads():
     thread.start()
     thread.join()
     assert seen == [1]
+
+
+def test_sigterm_closes_what_was_opened():
+    closed = []
+
+    def block():
+        with terminable():
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            finally:
+                closed.append(1)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated):
+        block()
+    assert closed == [1]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_other_threads_leave_sigterm_as_it_is():
+    seen = []
+
+    def work():
+        with terminable():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [before]

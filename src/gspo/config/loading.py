@@ -27,7 +27,7 @@ def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Confi
 def read_settings(path: Path) -> dict[str, Any]:
     """The tables of a TOML file as they are. Raises BadInputError where it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise BadInputError(f"{path}: no such file; give the path of a TOML config") from None
     except (OSError, UnicodeDecodeError) as error:

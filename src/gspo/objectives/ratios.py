@@ -36,7 +36,8 @@ def sequence_log_ratio(
     """log s_i = (1/|y_i|) sum_t log w_t, the length-normalised log-ratio in nats; 0 for an empty response.
 
     With `spans` (any integers; tokens of one row that share one belong together) the mean is taken over each
-    span, and every trainable token carries that of its own: [B, T], 0 where the mask is False. Not clamped.
+    span, and every trainable token carries that of its own: [B, T], 0 where the mask is False. Not clamped. Raises
+    ValueError for spans of another shape.
     Source: GSPO (arXiv 2507.18071) eq. 7.
     """
     log_ratio = token_log_ratio(logprobs, old_logprobs, mask)
@@ -77,7 +78,9 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def span_mean(values: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
-    """Mean over the trainable tokens of each token's span [B, T]; 0 where masked."""
+    """Mean over the trainable tokens of each token's span [B, T]; 0 where masked. Raises ValueError on a wrong shape."""
+    if spans.shape != mask.shape:
+        raise ValueError(f"spans must be [B, T] = {tuple(mask.shape)}, one a token; found {tuple(spans.shape)}")
     index = dense_ids(spans)
     sums = torch.zeros_like(values).scatter_add(1, index, values)
     counts = torch.zeros_like(values).scatter_add(1, index, mask.to(values.dtype))

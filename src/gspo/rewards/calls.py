@@ -54,16 +54,23 @@ def load_reward(name: str, parameters: Mapping[str, Any]) -> RewardFunction:
     """
     setting = "reward.functions"
     function = load_function(BUILT_IN.get(name, name), setting)
-    accepted = _parameters(function)
-    if not _takes_any(accepted):
-        unknown = [key for key in parameters if key not in accepted]
-        if unknown:
-            raise BadInputError(
-                f"{setting}: {name} takes no parameter {unknown[0]!r}; it takes "
-                f"{', '.join(data_columns(accepted)) or 'none'}"
-            )
+    accepted = _accepted(function, built_in=name in BUILT_IN)
+    unknown = [key for key in parameters if accepted is not None and key not in accepted]
+    if unknown:
+        raise BadInputError(
+            f"{setting}: {name} takes no parameter {unknown[0]!r}; it takes "
+            f"{', '.join(data_columns(accepted or ())) or 'none'}"
+        )
     bound: RewardFunction = functools.partial(function, **parameters) if parameters else function
     return bound
+
+
+def _accepted(function: RewardFunction, *, built_in: bool) -> list[str] | None:
+    """The parameters that a config can give it; None: any. What a verifier of ours takes by `**` are columns alone."""
+    parameters = _parameters(function)
+    if built_in:
+        return [name for name, parameter in parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    return None if _takes_any(parameters) else list(parameters)
 
 
 def data_columns(names: Iterable[str]) -> list[str]:

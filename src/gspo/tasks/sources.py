@@ -73,9 +73,20 @@ def _parse_object(raw: bytes, where: str, *, first: bool) -> Mapping[str, Any]:
         raise BadInputError(f"{where}: not UTF-8 text ({error.reason} at byte {error.start}); re-encode it") from None
     except (ValueError, RecursionError) as error:
         raise BadInputError(f"{where}: not valid JSON ({error}); each line must be one JSON object") from None
+    if b"\\ud" in raw.lower() and not _is_text(value):
+        raise BadInputError(f"{where}: half a surrogate pair (such as \\ud83d) is no text; repair or remove the line")
     if not isinstance(value, dict):
         raise BadInputError(f"{where}: found a JSON {type(value).__name__}; each line must be one JSON object")
     return value
+
+
+def _is_text(value: object) -> bool:
+    """Whether all strings in a JSON value can be written down; JSON's escapes can spell some that cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def call_function(config: FunctionTask) -> list[Source]:

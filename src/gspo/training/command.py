@@ -6,6 +6,7 @@ Nothing heavy is imported before the config is known to be right.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from gspo.distributed.launch import is_one_of_many, say_why
 from gspo.errors import BadInputError
 from gspo.reporting.run_folder import RunFolder
 from gspo.reporting.trackers import check_trackers
+from gspo.training.interrupts import Terminated, terminable
 
 if TYPE_CHECKING:
     from gspo.distributed.world import World
@@ -21,9 +23,13 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 """What a shell reports of a program that Ctrl-C ended."""
 
+TERMINATED = 143
+"""The same of one that SIGTERM ended."""
+
 
 def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
-    """Trains, or says what training would do (`dry_run`); the exit status is 0, or 130 after Ctrl-C.
+    """Trains, or says what training would do (`dry_run`); the exit status is 0, 130 after Ctrl-C or 143
+    after SIGTERM.
 
     Raises:
         BadInputError: a setting, file, model or reward that cannot work.
@@ -70,12 +76,15 @@ def _train(config: Config, folder: RunFolder, *, resume: Path | None, shows: boo
     from gspo.training.loop import train
 
     try:
-        train(config, resume=resume)
-    except KeyboardInterrupt:
+        # Of several processes the launcher ends the others by SIGTERM when one has failed and said why.
+        with nullcontext() if is_one_of_many() else terminable():
+            train(config, resume=resume)
+    except KeyboardInterrupt as stop:
         begun = RunFolder.is_run(folder.path)
         how = f"go on with: gspo train --resume {folder.path}" if begun else "nothing was begun; start again"
-        say_why(f"interrupted; {how}")
-        return INTERRUPTED
+        terminated = isinstance(stop, Terminated)
+        say_why(f"{'terminated' if terminated else 'interrupted'}; {how}")
+        return TERMINATED if terminated else INTERRUPTED
     if shows:
         from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that never leaves a file half-written."""
+"""Signals that ask a run to end: Ctrl-C never leaves a file half-written, and SIGTERM is told from it."""
 
 from __future__ import annotations
 
@@ -34,3 +34,25 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
     if received:
         raise KeyboardInterrupt
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which schedulers send before they kill."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Raises Terminated in the block on SIGTERM, so that what was opened is closed. In the main thread alone."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise Terminated
+
+    try:
+        previous = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
