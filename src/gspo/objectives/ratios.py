@@ -78,7 +78,7 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def span_mean(values: Tensor, mask: Tensor, spans: Tensor) -> Tensor:
-    """Mean over the trainable tokens of each token's span [B, T]; 0 where masked. Raises ValueError on a wrong shape."""
+    """Mean over the trainable tokens of each token's span [B, T]; 0 where masked. Raises ValueError on a bad shape."""
     if spans.shape != mask.shape:
         raise ValueError(f"spans must be [B, T] = {tuple(mask.shape)}, one a token; found {tuple(spans.shape)}")
     index = dense_ids(spans)
