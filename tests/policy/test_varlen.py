@@ -90,6 +90,29 @@ def test_one_group_is_not_copied_and_a_window_that_reaches_everything_is_none():
     assert len(plan_calls(layout, 17)) == 1
 
 
+@pytest.mark.parametrize("before", [(False, False), (True, True)])
+def test_the_backward_pass_asks_for_sums_in_a_fixed_order_and_leaves_the_setting_as_it_was(on_cpu, monkeypatch, before):  # noqa: ARG001
+    asked = []
+
+    def backward(*arguments, **settings):
+        setting = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        asked.append(setting)
+        return varlen_reference.backward(*arguments, **settings)
+
+    monkeypatch.setattr(attention, "doubt", lambda *_, **__: None)
+    layout = build_layout(random_rollouts([(5, (3, 4))]), "shared")
+    leaves, upstream = leaves_of(layout, (2, 1), dtype=torch.float64, with_sinks=False)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    try:
+        with kernels_on_cpu(varlen_reference.forward, backward), use_layout(tiny_model("llama"), layout):
+            layout_attention(Layer(), *leaves[:3], None)[0].backward(upstream)
+        after = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [(True, False)] * 2
+    assert after == before
+
+
 def leaves_of(layout, heads, *, dtype, with_sinks):
     generator = torch.Generator().manual_seed(0)
     size = layout.input_ids.numel()

@@ -13,12 +13,14 @@ It is called as `torch.nn.attention.varlen` does. What is assumed, and tried by 
 lie end to end, [tokens, heads, size]; query head h reads key head h // (H / Hkv); the log-sum-exp is natural, of
 scaled scores, float32 [H, tokens]; the last query of a sequence is level with its last key; a window's left side
 counts the keys before that one. Sequences without a token are never given: versions differ in what they do with them.
-dq, and the dk and dv of copied keys, are summed in no fixed order unless torch.use_deterministic_algorithms(True) is
-set.
+dq, and the dk and dv of copied keys, would be summed in no fixed order; the backward pass asks for a fixed one, so that
+the same pass gives the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,13 +173,28 @@ class VarlenAttention:
             delta = (grad.to(total.dtype) * out).sum(-1).t()
             d_sinks = -((sinks.to(total.dtype).unsqueeze(1) - total).exp() * delta).sum(1).to(sinks.dtype)
         d_q, d_k, d_v = (torch.zeros_like(x, dtype=total.dtype) for x in (q, k, v))
-        for call in self.calls:
-            found = _kernel_backward(grad, q, k, v, out, total, call, self.scale)
-            _add(d_q, call.queries, found[0])
-            _add(d_k, call.keys, found[1])
-            _add(d_v, call.keys, found[2])
+        with _in_fixed_order():
+            for call in self.calls:
+                found = _kernel_backward(grad, q, k, v, out, total, call, self.scale)
+                _add(d_q, call.queries, found[0])
+                _add(d_k, call.keys, found[1])
+                _add(d_v, call.keys, found[2])
         d_q, d_k, d_v = (x.transpose(0, 1).unsqueeze(0) for x in (d_q, d_k, d_v))
         return d_q, d_k, d_v, d_sinks
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Atomic additions are replaced meanwhile: a run that is resumed must not differ by the order of a sum."""
+    before, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _add(x: Tensor, places: Places, found: Tensor) -> None:
