@@ -32,6 +32,13 @@ def test_a_folder_gives_the_weights_in_float32_with_everything_around_them(saved
     assert len(policy.trainable_parameters()) == len(list(policy.model.parameters()))
 
 
+def test_tied_embeddings_have_one_dense_gradient(tmp_path):
+    model = load_policy(save_tiny(tmp_path / "tied", "llama_tied"), device="cpu").model
+    assert model.get_input_embeddings().sparse
+    model(input_ids=torch.tensor([[3, 4, 3]]), use_cache=False).logits.logsumexp(-1).sum().backward()
+    assert model.get_input_embeddings().weight.grad.layout == torch.strided
+
+
 def test_bfloat16_weights_become_float32_masters(copy):
     tiny_model("llama").to(torch.bfloat16).save_pretrained(copy)
     assert {p.dtype for p in load_policy(copy, device="cpu").model.parameters()} == {torch.float32}

@@ -6,7 +6,7 @@ import torch
 from gspo.config import LoraConfig
 from gspo.policy.adapters import add_lora
 from gspo.policy.layout import build_layout
-from gspo.policy.load import enable_activation_checkpointing
+from gspo.policy.load import enable_activation_checkpointing, join_tied_gradients
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import replay_routing
 from tests.policy.tiny import (
@@ -51,6 +51,26 @@ def compare_with_plain(model, policy: Policy) -> None:
 def test_shared_prompts_give_the_scores_and_gradients_of_one_rollout_at_a_time(family):
     model = tiny_model(family)
     compare_with_plain(model, policy_of(model))
+
+
+@pytest.mark.parametrize("exact_head", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("llama_tied", True), ("gemma3", True), ("llama", False)])
+def test_a_lookup_that_adds_to_the_heads_gradient_leaves_it_equal_and_dense(family, tied, exact_head):
+    model = tiny_model(family)
+    policy, rollouts = policy_of(model, exact_head=exact_head), random_rollouts()
+    parts = [policy.layout([r for r in rollouts if r.slot == slot]) for slot in sorted({r.slot for r in rollouts})]
+
+    def accumulated() -> dict[str, torch.Tensor]:
+        for layout in parts:
+            with policy.forward(layout, temperature=TEMPERATURE) as scores:
+                loss_of(scores.logprobs, scores.entropy).backward()
+        assert {p.grad.layout for p in model.parameters()} == {torch.strided}
+        return gradients(model)
+
+    expected = accumulated()
+    join_tied_gradients(model)
+    assert model.get_input_embeddings().sparse == tied
+    assert worst(accumulated(), expected) < 1e-6
 
 
 @pytest.mark.parametrize(("kind", "ours"), [("packed", True), ("packed", False), ("padded", False)])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from gspo.config import LoraConfig
@@ -119,6 +120,8 @@ def load_policy(
         frozen = _compiled(replace(scorer, model=original, shards=place(original, target, world, **placed)), compile)
     if activation_checkpointing:
         enable_activation_checkpointing(model)
+    if shards is None and target.type == "cpu":
+        join_tied_gradients(model)
     eos = eos_ids(model, tokenizer)
     return Policy(
         scorer=_compiled(scorer, compile),
@@ -262,6 +265,17 @@ def enable_activation_checkpointing(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     model.train()
+
+
+def join_tied_gradients(model: Any) -> None:
+    """Has the lookup of tied embeddings add its gradient to the head's, row by row.
+
+    A dense one would be a second matrix of the whole vocabulary, zero but for a few rows. The sum is dense, because the
+    head's gradient is: no optimizer meets a sparse one.
+    """
+    lookup, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(lookup, nn.Embedding) and head is not None and head.weight is lookup.weight:
+        lookup.sparse = True
 
 
 def eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
