@@ -253,6 +253,14 @@ def test_a_dual_clip_inside_the_band_is_refused(loss) -> None:
 
 
 @pytest.mark.parametrize("loss", ALL)
+def test_arithmetic_is_in_float32_at_least(loss) -> None:
+    case = random_case(8)
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        output = loss(case.logprobs.to(dtype), case.old.to(dtype), case.advantages.to(dtype), case.mask)
+        assert output.loss.dtype == output.log_ratios.dtype == expected
+
+
+@pytest.mark.parametrize("loss", ALL)
 @pytest.mark.parametrize("drift", [200.0, -200.0])
 def test_any_drift_gives_a_finite_loss_and_gradient(loss, drift: float) -> None:
     case = random_case(9)

@@ -9,6 +9,7 @@ from gspo.policy.layout import build_layout
 from gspo.policy.load import enable_activation_checkpointing, join_tied_gradients
 from gspo.policy.model import Policy, ScoringModel
 from gspo.policy.routing import replay_routing
+from gspo.types import Rollout
 from tests.policy.tiny import (
     FAMILIES,
     HYBRIDS,
@@ -34,9 +35,9 @@ def loss_of(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (logprobs * first + entropy * second).sum()
 
 
-def compare_with_plain(model, policy: Policy) -> None:
+def compare_with_plain(model, policy: Policy, rollouts: list[Rollout] | None = None) -> None:
     """Log-probs, entropies and every gradient against one forward per rollout."""
-    rollouts = random_rollouts()
+    rollouts = rollouts or random_rollouts()
     expected = plain_scores(model, rollouts, TEMPERATURE)
     loss_of(*expected).backward()
     reference = gradients(model)
@@ -78,6 +79,17 @@ def test_a_lookup_that_adds_to_the_heads_gradient_leaves_it_equal_and_dense(fami
 def test_so_do_packed_and_padded(family, kind, ours):
     model = tiny_model(family)
     compare_with_plain(model, policy_of(model, kind, layout_attention=ours))
+
+
+@pytest.mark.parametrize("kind", ["shared", "packed", "padded"])
+def test_an_eos_that_pads_too_is_scored_and_learned_like_any_other_token(kind):
+    eos = 1
+    responses = [(5, 9, eos), (eos,), (7, eos, 8, 4, eos)]
+    rollouts = [make_rollout(0, sample, (4, eos, 6), response) for sample, response in enumerate(responses)]
+    model = tiny_model("llama")
+    policy = Policy(ScoringModel(model, True, kind != "padded"), None, (eos,), eos, 128, kind)
+    compare_with_plain(model, policy, rollouts)
+    assert policy.score(policy.layout(rollouts), temperature=1.0).mask.sum(1).tolist() == [3, 1, 5]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

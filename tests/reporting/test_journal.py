@@ -185,3 +185,17 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage) -> None:  # type: ignor
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(BadInputError, match=r"a\.jsonl\.zst: not a whole rollout file"):
         read_rollouts(path)
+
+
+def test_a_kill_between_two_files_of_a_batch_leaves_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    write_rollouts(path, [replace(make_rollout(), routes={"layer": np.zeros((2, 2), np.uint8)})])
+
+    def killed(file: Path, _content: bytes) -> None:
+        assert file == routes_file(path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gspo.reporting.journal.write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_rollouts(path, [replace(make_rollout(), routes={"layer": np.ones((2, 2), np.uint8)})])
+    assert not path.exists()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gspo.rewards.calls import Arguments, LostCallError, RewardError
@@ -30,6 +30,7 @@ ALONE = {"good": 1.0, "none": None, "raise": Failure("raise 9.0"), "hang": Failu
 
 
 @given(texts=st.lists(st.sampled_from(["good", "none", "raise", "hang", "nan"]), max_size=20), together=st.booleans())
+@example(texts=["hang"] * (MAX_LOST - 1) + ["good", "hang"] * 2 + ["raise", "good"], together=False)
 def test_each_rollout_gets_what_it_would_get_alone(texts: list[str], together: bool) -> None:
     caller = Scripted()
     arguments = {"completions": texts, "answer": [text.upper() for text in texts]}
