@@ -36,6 +36,14 @@ def test_penalty_is_subtracted_before_the_baseline():
     assert batch.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
 
 
+def test_a_masked_truncated_response_leaves_the_loss_and_stays_in_the_baseline():
+    cut = group(1.0, 0.0)
+    cut[1] = dataclasses.replace(cut[1], finish_reason="length")
+    batch = make_batch([cut], settings(truncated="mask"))
+    assert batch.mask.tolist() == [[True, False], [False, False]]
+    assert batch.advantages.tolist() == pytest.approx([1.0, -1.0], abs=1e-5)
+
+
 def test_signal_ignores_dropped_rollouts():
     rollouts = group(1.0, 0.0)
     assert has_signal(rollouts, settings())
@@ -97,6 +105,9 @@ def test_the_penalty_of_a_cut_conversation_is_its_last_turns():
     cut = conversations(finish_reason="length")
     config = credit({"credit": "turn"}, truncated="penalize", truncated_penalty=0.5)
     assert make_batch([cut], config).advantages[1, 0] == -0.75
+    whole, _ = conversations()
+    cut = dataclasses.replace(whole, sample=1, finish_reason="length")
+    assert make_batch([[whole, cut]], config).advantages.tolist() == [[0, 0, 0, 0, 0, 0.25], [0, 0, 0, 0, 0, -0.25]]
 
 
 def test_a_group_of_equal_sums_may_have_signal_by_turn():

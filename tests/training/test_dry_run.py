@@ -9,6 +9,7 @@ from gspo.cli import main
 from gspo.config import Config, build_config
 from gspo.distributed.world import World
 from gspo.errors import BadInputError
+from gspo.reporting.run_folder import RunFolder
 from gspo.training.dry_run import dry_run
 from tests.policy.tiny import save_tiny
 from tests.training.tiny_task import early_words
@@ -34,6 +35,29 @@ def test_it_tells_warnings_memory_task_and_rewards(model: Path) -> None:
     assert "GB are free" in lines[1]
     assert lines[2] == "task: 18 training prompts, 6 held out, none in both; longest prompt: 1 token(s)"
     assert lines[3] == "rewards: early_words"
+
+
+def test_repeated_questions_are_told(model: Path) -> None:
+    task = {"kind": "function", "function": "tests.training.tiny_task:rows", "parameters": {"count": 60}, "held_out": 6}
+    (line, *_) = dry_run(config(model, task=task), [early_words])
+    assert line.startswith("warning: task: 10 rows repeat a question and are left out")
+
+
+def test_a_resume_that_cannot_be_stops_it(model: Path, tmp_path: Path) -> None:
+    run = RunFolder.create(config(model, run={"dir": str(tmp_path), "name": "run"}))
+    other = config(model, run={"dir": str(tmp_path), "name": "other"})
+    with pytest.raises(BadInputError, match=r"^run\.name = 'other': a resumed run stays in its folder"):
+        dry_run(other, [early_words], resume=run.path)
+    assert dry_run(run.read_config(), [early_words], resume=run.path)
+    with pytest.raises(BadInputError, match=r"^run\.name: .*run exists"):
+        dry_run(run.read_config(), [early_words])
+
+
+def test_generating_ahead_by_several_processes_is_refused(model: Path) -> None:
+    ahead = {"prompts": 4, "max_tokens": 8, "lag": 1, "engine": "server", "servers": ["http://127.0.0.1:8000"]}
+    lagging = config(model, rollout=ahead, likelihoods={"old": "sampler"})
+    with pytest.raises(BadInputError, match=r"^rollout\.lag = 1 with 2 processes"):
+        dry_run(lagging, [early_words], World(rank=0, size=2))
 
 
 def test_too_little_memory_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

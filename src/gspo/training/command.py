@@ -50,7 +50,7 @@ def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path |
     check_trackers(config.tracking)
     if is_one_of_many():
         return _train_among_others(config, folder, resume=resume, dry_run=dry_run)
-    return _dry_run(config) if dry_run else _train(config, folder, resume=resume)
+    return _dry_run(config, resume) if dry_run else _train(config, folder, resume=resume)
 
 
 def _train_among_others(config: Config, folder: RunFolder, *, resume: Path | None, dry_run: bool) -> int:
@@ -66,7 +66,7 @@ def _train_among_others(config: Config, folder: RunFolder, *, resume: Path | Non
     if not dry_run:
         status = _train(config, folder, resume=resume, shows=world.is_main)
     elif world.is_main:
-        status = _dry_run(config, world)
+        status = _dry_run(config, resume, world)
     if status == 0:
         world.close()
     return status
@@ -94,10 +94,10 @@ def _train(config: Config, folder: RunFolder, *, resume: Path | None, shows: boo
     return 0
 
 
-def _dry_run(config: Config, world: World | None = None) -> int:
+def _dry_run(config: Config, resume: Path | None, world: World | None = None) -> int:
     print(config.model_dump_json(indent=2))
     from gspo.training.dry_run import dry_run
 
-    for line in dry_run(config, world=world):
+    for line in dry_run(config, world=world, resume=resume):
         print(line)
     return 0
