@@ -1,5 +1,6 @@
 """`train` from a config to a run folder, on a tiny model."""
 
+import inspect
 import json
 import logging
 
@@ -250,6 +251,12 @@ def test_what_needs_no_model_is_said_before_one_loads(folder, tmp_path, monkeypa
         loop.train(settings(folder, tmp_path, **sections), reward=early_words)
 
 
+def test_a_callback_without_its_list_is_said_before_anything_loads(folder, tmp_path):
+    with pytest.raises(BadInputError, match=r"^callbacks: found a function, should be a list"):
+        inspect.unwrap(loop.train)(settings(folder, tmp_path), reward=early_words, callbacks=print)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resume_keeps_changed_settings_once_they_work(folder, tmp_path):
     run = loop.train(settings(folder, tmp_path, training={"steps": 1}), reward=early_words).run
     before = (run / "config.json").read_bytes()
@@ -315,7 +322,7 @@ def test_a_full_disk_is_one_line_and_costs_no_work(folder, tmp_path, monkeypatch
             loop.train(config, reward=early_words)
     assert "\n" not in str(found.value)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("*step*")] == ["step-000001"]
-    resumed = loop.train(config, reward=early_words, resume=tmp_path / "run")
+    resumed = loop.train(config, reward=early_words, resume=str(tmp_path / "run"))
     assert all(torch.equal(weights(resumed.checkpoint)[name], w) for name, w in weights(whole.checkpoint).items())
 
 

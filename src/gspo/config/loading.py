@@ -16,12 +16,12 @@ from gspo.config.schema import Config
 from gspo.errors import BadInputError
 
 
-def load_config(path: Path, overrides: Mapping[str, str] | None = None) -> Config:
+def load_config(path: Path | str, overrides: Mapping[str, str] | None = None) -> Config:
     """Reads a TOML file, applies `section.key -> text` overrides and validates the whole.
 
     Raises BadInputError, one line per wrong setting.
     """
-    return build_config(read_settings(path), overrides, source=str(path))
+    return build_config(read_settings(Path(path)), overrides, source=str(path))
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -47,6 +47,19 @@ class LostCallError(RewardError):
     """A call never came back: it hung, or took its process down."""
 
 
+def as_functions(reward: RewardFunction | Sequence[RewardFunction] | None) -> tuple[RewardFunction, ...]:
+    """The reward functions that a caller in Python gave: none, one or several. Raises BadInputError for all else."""
+    given: Any = () if reward is None else reward
+    functions: tuple[RewardFunction, ...] = (given,) if callable(given) or isinstance(given, str) else tuple(given)
+    for function in functions:
+        if not callable(function):
+            raise BadInputError(
+                f"reward: found {function!r}, should be a function, or a list of them; verifiers are named in the "
+                "config's reward.functions"
+            )
+    return functions
+
+
 def load_reward(name: str, parameters: Mapping[str, Any]) -> RewardFunction:
     """The reward function of that name or import path, with `parameters` bound to it.
 

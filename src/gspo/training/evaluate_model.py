@@ -12,6 +12,7 @@ from gspo.config import Config
 from gspo.errors import BadInputError
 from gspo.policy.load import load_policy, preview_policy
 from gspo.reporting.run_folder import RunFolder
+from gspo.rewards.calls import as_functions
 from gspo.rewards.runner import RewardRunner
 from gspo.tasks.load import tokenize
 from gspo.tasks.rows import load_rows
@@ -65,7 +66,7 @@ def evaluate(
     Raises:
         BadInputError: a setting, file, model or reward that cannot work.
     """
-    functions = () if reward is None else (reward,) if callable(reward) else tuple(reward)
+    functions = as_functions(reward)
     given = Path(task) if isinstance(task, str) else task
     others = dict(settings or {})
     base = others.pop("model.path", None)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from gspo.config import Config
 from gspo.distributed.world import World
+from gspo.errors import BadInputError
 from gspo.policy.export import named_tensors
 from gspo.reporting.metrics import Metric
 from gspo.reporting.timing import StageClock, peak_memory_bytes
+from gspo.rewards.calls import as_functions
 from gspo.training.checkpoint import latest_checkpoint
 from gspo.training.credit import make_batch
 from gspo.training.evaluation import Evaluation
@@ -53,7 +55,7 @@ def train(
     *,
     reward: Callable[..., list[float | None]] | Sequence[Callable[..., list[float | None]]] | None = None,
     callbacks: Sequence[Callback] = (),
-    resume: Path | None = None,
+    resume: Path | str | None = None,
 ) -> TrainResult:
     """Trains the policy that `config` describes.
 
@@ -67,9 +69,11 @@ def train(
         BadInputError: a setting, file, model or reward that cannot work.
         GspoError: the run cannot go on.
     """
-    functions = () if reward is None else (reward,) if callable(reward) else tuple(reward)
+    functions = as_functions(reward)
+    if callable(callbacks):
+        raise BadInputError("callbacks: found a function, should be a list of them; write callbacks=[function]")
     world = World.from_environment(config.distributed.timeout, device=config.model.device)
-    with closing(world), closing(Run(config, functions, resume, world)) as run:
+    with closing(world), closing(Run(config, functions, None if resume is None else Path(resume), world)) as run:
         before = run.evaluate() if run.state.step == 0 else None
         after, checkpoint = before, None
         while run.state.step < config.training.steps:
