@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,41 +15,14 @@ from gspo.policy.batch_invariance import batch_invariant
 from gspo.policy.head import logprobs_from_logits
 from gspo.rollout.attention import grouped
 from gspo.rollout.decoder_choice import MakeDecoder, choose_decoder
-from gspo.rollout.decoding import Decoder, Prefix, float32_head
-from gspo.rollout.engine import NOT_FINITE
+from gspo.rollout.decoding import float32_head
 from gspo.rollout.output_head import sliced
 from gspo.rollout.route_recording import RouteRecorder, recording
+from gspo.rollout.row_queue import Queue, Row
 from gspo.rollout.sampling import Drawn, draw, fetch, uniforms
 from gspo.rollout.support_recording import SupportRecorder
 from gspo.rollout.text import Ending
-from gspo.types import FinishReason, KeptSupport, Prompt, Request, Rollout, Sampling, VersionSpan
-
-
-@dataclass(slots=True)
-class _Row:
-    """One response in the making."""
-
-    prompt: Prompt
-    slot: int
-    sample: int
-    noise: NDArray[np.float64]
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    routes: list[NDArray[np.int16]] = field(default_factory=list)
-    support: list[NDArray[np.int32]] = field(default_factory=list)
-    text: str = ""
-    finish: FinishReason | None = None
-    dropped: str | None = None
-
-    def extend(self, token: int, logprob: float, ending: Ending) -> None:
-        """Appends a drawn token and decides whether it is the last."""
-        if not math.isfinite(logprob):
-            self.finish, self.dropped = "error", f"{NOT_FINITE} at response token {len(self.ids)}"
-            return
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        if (end := ending.judge(self.ids, len(self.noise))) is not None:
-            self.finish, self.text = end
+from gspo.types import KeptSupport, Prompt, Request, Rollout, Sampling, VersionSpan
 
 
 class TransformersEngine:
@@ -135,14 +104,14 @@ class TransformersEngine:
         context: int | None = getattr(config, "max_position_embeddings", None)
         return context
 
-    def _rows(self, request: Request, sampling: Sampling) -> Iterator[_Row]:
+    def _rows(self, request: Request, sampling: Sampling) -> Iterator[Row]:
         room = (self._context() or math.inf) - len(request.prompt.ids)
         count = max(0, int(min(sampling.max_tokens, room)))
         for sample in range(request.first_sample, request.first_sample + request.samples):
             noise = uniforms(sampling.seed, request.step, request.slot, sample, count, turn=request.turn)
-            yield _Row(request.prompt, request.slot, sample, noise)
+            yield Row(request.prompt, request.slot, sample, noise)
 
-    def _finished(self, jobs: list[list[_Row]], sampling: Sampling, recorder: RouteRecorder | None) -> Iterator[_Row]:
+    def _finished(self, jobs: list[list[Row]], sampling: Sampling, recorder: RouteRecorder | None) -> Iterator[Row]:
         """Runs all rows; yields each as it finishes.
 
         Long prompts go first: neighbours in the queue are then of like length, and later rows fit into the
@@ -151,10 +120,10 @@ class TransformersEngine:
         if self._make_decoder is None:
             self._make_decoder = choose_decoder(self.model)
         places = min(self.max_concurrent, sum(map(len, jobs)))
-        queue = _Queue(self._make_decoder(places, sampling.max_tokens), jobs, places, recorder)
+        queue = Queue(self._make_decoder(places, sampling.max_tokens), jobs, places, recorder)
         ending = Ending(self.tokenizer, sampling)
         supports = SupportRecorder() if sampling.record_support and sampling.truncated else None
-        rows: list[_Row] = []
+        rows: list[Row] = []
         logits: Tensor | None = None
         while rows or queue:
             new, fresh = queue.admit(len(rows))
@@ -180,7 +149,7 @@ class TransformersEngine:
         if supports is not None:
             supports.close()
 
-    def _draw(self, logits: Tensor, rows: list[_Row], sampling: Sampling) -> Drawn:
+    def _draw(self, logits: Tensor, rows: list[Row], sampling: Sampling) -> Drawn:
         noise = torch.tensor([row.noise[len(row.ids)] for row in rows], dtype=torch.float64)
         drawn = draw(logits, noise.to(logits.device, non_blocking=True), sampling)
         if not self.batch_invariant or sampling.truncated:
@@ -188,7 +157,7 @@ class TransformersEngine:
         scored, _ = logprobs_from_logits(logits, drawn.tokens, temperature=sampling.temperature or 1.0)
         return drawn._replace(logprobs=scored)
 
-    def _rollout(self, row: _Row, recorder: RouteRecorder | None) -> Rollout:
+    def _rollout(self, row: Row, recorder: RouteRecorder | None) -> Rollout:
         failed = row.finish == "error"
         ids = () if failed else tuple(row.ids)
         assert row.finish is not None
@@ -226,55 +195,6 @@ class TransformersEngine:
         with torch.autocast(device, self.autocast_dtype), float32_head(self.model, device):
             yield
         torch.clear_autocast_cache()
-
-
-class _Queue:
-    """Prompts that wait, and those that are prefilled and wait for room."""
-
-    def __init__(
-        self, decoder: Decoder, jobs: list[list[_Row]], max_concurrent: int, recorder: RouteRecorder | None
-    ) -> None:
-        self.decoder = decoder
-        self.recorder = recorder
-        self.max_concurrent = max_concurrent
-        self.waiting = deque(sorted((job for job in jobs if job), key=lambda job: -len(job[0].prompt.ids)))
-        self.ready: deque[tuple[Prefix, deque[_Row]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.ready)
-
-    def admit(self, running: int) -> tuple[list[_Row], list[Tensor]]:
-        """Rows that enter now, and for each prompt the logits [rows, V] of their first tokens."""
-        rows: list[_Row] = []
-        logits: list[Tensor] = []
-        while len(self) and (room := self.max_concurrent - running - len(rows)) > 0:
-            if not self.ready:
-                self._prefill(room)
-            prefix, samples = self.ready[0]
-            if not self.decoder.admits(prefix):
-                break
-            count = min(room, len(samples))
-            self.decoder.admit(prefix, count)
-            rows += [samples.popleft() for _ in range(count)]
-            logits.append(prefix.logits.expand(count, -1))
-            if not samples:
-                self.ready.popleft()
-        return rows, logits
-
-    def _prefill(self, room: int) -> None:
-        """The prompts whose samples fill the room."""
-        wanted, samples = 0, 0
-        while wanted < len(self.waiting) and samples < room:
-            samples += len(self.waiting[wanted])
-            wanted += 1
-        lengths = [len(self.waiting[i][0].prompt.ids) for i in range(wanted)]
-        wave = [self.waiting.popleft() for _ in range(self.decoder.wave(lengths))]
-        prefixes = self.decoder.prefill([job[0].prompt.ids for job in wave])
-        if self.recorder is not None:
-            for job, routes in zip(wave, self.recorder.prompts([len(job[0].prompt.ids) for job in wave]), strict=True):
-                for row in job:
-                    row.routes.append(routes)
-        self.ready.extend((prefix, deque(job)) for prefix, job in zip(prefixes, wave, strict=True))
 
 
 def _joined(logits: Tensor | None, fresh: Sequence[Tensor]) -> Tensor:
