@@ -47,6 +47,8 @@ def test_bfloat16_weights_become_float32_masters(copy):
 def test_every_eos_id_counts_once(copy):
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 1, 9]}))
     assert load_policy(copy, device="cpu").eos_ids == (7, 1, 9)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_policy(copy, device="cpu").eos_ids == (7, 9, 1), "the tokenizer's own ends a response too"
 
 
 def test_dropout_is_off_in_training_mode_too(copy):

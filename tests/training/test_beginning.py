@@ -45,6 +45,12 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_is_held(run: RunFolder, tmp_
         begin(changed, run.path, opened)
 
 
+def test_the_file_that_a_run_was_begun_with_need_not_know_its_name(run: RunFolder, tmp_path: Path) -> None:
+    with ExitStack() as opened:
+        folder, *_ = begin(config(tmp_path, run={"seed": 3}), run.path, opened)
+    assert folder == run
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

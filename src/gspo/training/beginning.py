@@ -40,9 +40,10 @@ def begin(
 
 
 def _check_same_place(config: Config, before: Config) -> None:
-    for name in ("name", "dir"):
-        found, was = getattr(config.run, name), getattr(before.run, name)
-        if found != was:
+    """A config that does not say where the run lies, such as the file that it was begun with, is not asked."""
+    for name in {"name", "dir"} & config.run.model_fields_set:
+        found = getattr(config.run, name)
+        if found not in (None, getattr(before.run, name)):
             raise BadInputError(
                 f"run.{name} = {str(found)!r}: a resumed run stays in its folder; leave it out, or move the folder and "
                 "resume it where it lies"
