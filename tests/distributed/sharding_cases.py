@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from gspo.config import LoraConfig
-from gspo.distributed.sharding import gathered, units, whole
+from gspo.config import LoraConfig, OptimizerConfig
+from gspo.distributed.sharding import gathered, place, units, whole
 from gspo.distributed.world import World
 from gspo.policy.export import named_tensors, save_policy
 from gspo.policy.load import load_policy
 from gspo.rollout.transformers_engine import TransformersEngine
-from gspo.training.optimizer import clip_gradients
+from gspo.training.optimizer import clip_gradients, make_optimizer
 from gspo.types import Prompt, Request, Sampling
 from tests.policy.tiny import random_rollouts, worst
 
@@ -185,3 +185,49 @@ def all_sliced(policy):
 
 def _parameters(policy):
     return [p for _, p in policy.trainable_parameters()]
+
+
+def unused(folder):
+    """Updates with weight decay of a model with matrices that nobody or one process uses, beside a plain copy's."""
+    torch.set_num_threads(1)
+    world = World.from_environment(120, device="cpu")
+    try:
+        plain, sharded = (with_spare_matrices(folder) for _ in range(2))
+        shards = place(sharded, torch.device("cpu"), world, shard=True)
+        config = OptimizerConfig(learning_rate=0.01, weight_decay=0.5)
+        optimizers = [make_optimizer(model.named_parameters(), config) for model in (plain, sharded)]
+        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        for _ in range(3):
+            loss(plain, with_spare=True).backward()
+            loss(plain, with_spare=False).backward()
+            shards.run(lambda: loss(sharded, with_spare=world.is_main)).backward()
+            assert {n for n, p in sharded.named_parameters() if not whole(p.grad).any()} == {IDLE, LAYERS_IDLE}
+            shards.leave_unused(world)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = {name: whole(p.detach()) for name, p in sharded.named_parameters()}
+        expected = {name: p.detach() for name, p in plain.named_parameters()}
+        return {
+            "weights": worst(found, expected),
+            "left alone": sorted(name for name, weight in found.items() if torch.equal(weight, before[name])),
+            "without state": sorted(n for n, p in sharded.named_parameters() if p not in optimizers[1].state),
+        }
+    finally:
+        world.close()
+
+
+IDLE, LAYERS_IDLE = "idle.weight", "model.layers.1.idle.weight"
+
+
+def with_spare_matrices(folder):
+    model = load_policy(f"{folder}/llama", device="cpu", dtype="float32").model
+    torch.manual_seed(0)
+    model.idle, model.seldom = torch.nn.Linear(5, 3, bias=False), torch.nn.Linear(5, 3, bias=False)
+    model.model.layers[1].idle = torch.nn.Linear(3, 7, bias=False)
+    return model
+
+
+def loss(model, *, with_spare):
+    logits = model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits.square().mean()
+    return logits + model.seldom.weight.square().sum() if with_spare else logits

@@ -6,7 +6,7 @@ from gspo.distributed.world import World
 from gspo.errors import BadInputError
 from gspo.policy.load import load_policy
 from tests.distributed.processes import run_processes
-from tests.distributed.sharding_cases import CASES, STEPS
+from tests.distributed.sharding_cases import CASES, IDLE, LAYERS_IDLE, STEPS
 from tests.policy.tiny import save_tiny
 
 
@@ -56,6 +56,14 @@ def test_each_process_samples_for_itself_from_gathered_weights(figures):
             assert found["log-probs"] < 1e-5
             assert found["scores after"] < 1e-5
             assert found["idle after"]
+
+
+def test_a_matrix_that_nobody_uses_does_not_decay(tmp_path):
+    """One in the root and one in a layer; a matrix that one process alone uses moves as it does with one process."""
+    save_tiny(tmp_path / "llama")
+    for found in run_processes("tests.distributed.sharding_cases:unused", 2, str(tmp_path), seconds=200):
+        assert found["left alone"] == found["without state"] == sorted([IDLE, LAYERS_IDLE])
+        assert found["weights"] < 1e-5
 
 
 def test_a_compiled_model_is_not_sharded(tmp_path):

@@ -14,9 +14,10 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,12 @@ RUN = "run_as_forward"
 @dataclass(frozen=True, slots=True)
 class Shards:
     """A sharded model. `reshard_after_forward`: whether layers are let go of after the forward pass of training, and
-    gathered again for the backward pass; the root never is. Without gradients they always are."""
+    gathered again for the backward pass; the root never is. Without gradients they always are. `used` has the names of
+    the parameters that this process has put a gradient to since `leave_unused`."""
 
     root: FSDPModule
     reshard_after_forward: bool
+    used: set[str] = field(default_factory=set)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """Runs `function` as a forward pass of the model: the root's own weights can be used in it directly.
@@ -57,6 +60,31 @@ class Shards:
             return run(function)
         finally:
             self.root.set_reshard_after_forward(True)
+
+    def leave_unused(self, world: World) -> None:
+        """Takes the gradient from parameters that no process has put one to, so that an optimizer leaves them alone.
+
+        The collective makes it 0, and AdamW would let the weight decay all the same. For all processes together, after
+        the backward passes of an update.
+        """
+        trained = [(name, p) for name, p in cast(nn.Module, self.root).named_parameters() if p.requires_grad]
+        held = [name in self.used or (p.grad is not None and bool(local(p.grad).any())) for name, p in trained]
+        holders = world.sum(torch.tensor(held, dtype=torch.int32))
+        for (_, parameter), count in zip(trained, holders.tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+        self.used.clear()
+
+    def watch(self) -> None:
+        """From now on `used` is kept: every unit that is trained is gathered once, to be told of its gradients."""
+        for unit in units(self.root):
+            if not any(parameter.requires_grad for parameter in cast(nn.Module, unit).parameters()):
+                continue
+            unit.unshard()
+            for name, parameter in cast(nn.Module, self.root).named_parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    _on_gradient(parameter, partial(self.used.add, name))
+            unit.reshard()
 
 
 def place(
@@ -92,6 +120,7 @@ def place(
     shards = Shards(model, reshard_after_forward)
     with torch.no_grad():
         shards.run(lambda: None)  # The first unit that runs is taken for the root.
+    shards.watch()
     return shards
 
 
@@ -168,6 +197,10 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """This process's rows of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_gradient(parameter: Any, tell: Callable[[], None]) -> None:
+    parameter.register_post_accumulate_grad_hook(lambda _: tell())
 
 
 def _receive(unit: nn.Module, device: torch.device) -> None:

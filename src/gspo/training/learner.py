@@ -170,7 +170,9 @@ class Learner:
             if fresh:
                 metrics.mismatch(scores, micro.batch)
         self._take_part([minibatch], backward=True)
-        if not self.policy.sharded:
+        if self.policy.scorer.shards is not None:
+            self.policy.scorer.shards.leave_unused(self.world)
+        else:
             sum_gradients(self._parameters, self.world)
         norm = clip_gradients(self._parameters, self.config.optimizer.max_grad_norm)
         metrics.update(norm, rate)
