@@ -27,13 +27,7 @@ from gspo.reporting.run_records import RunRecords, read_runs, total
 from gspo.training.loop import train
 
 RECIPE = Path(__file__).parents[1] / "configs" / "tiny-moe.toml"
-
-ARMS: dict[str, dict[str, dict[str, Any]]] = {
-    "gspo": {"objective": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "routing": {"replay": "off"}},
-    "grpo": {"objective": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.27}, "routing": {"replay": "off"}},
-    "grpo-replay": {"objective": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.27}, "routing": {"replay": "old"}},
-}
-NAMES = {"gspo": "GSPO", "grpo": "GRPO", "grpo-replay": "GRPO with Routing Replay"}
+LAST = 5
 MOMENTS = ("first", "last")
 CLIPPED = ("token_removed", "token_outside", "sequence_removed", "sequence_outside")
 
@@ -43,32 +37,66 @@ Results = dict[str, dict[str, list[Record]]]
 
 
 @dataclass(frozen=True, slots=True)
+class Arm:
+    """An objective at a clip range, with or without the old policy's experts in the updates."""
+
+    name: str
+    objective: str
+    clip_low: float
+    clip_high: float
+    replay: str = "off"
+
+
+ARMS = {
+    "gspo": Arm("GSPO", "gspo", 3e-4, 4e-4),
+    "grpo": Arm("GRPO", "grpo", 0.2, 0.27),
+    "grpo-replay": Arm("GRPO with Routing Replay", "grpo", 0.2, 0.27, replay="old"),
+    "gspo-wide": Arm("GSPO at 3e-3 / 4e-3", "gspo", 3e-3, 4e-3),
+    "grpo-narrow": Arm("GRPO at 0.02 / 0.027", "grpo", 0.02, 0.027),
+}
+"""The first three at their papers' ranges; then either method at ten times more, and at ten times less."""
+
+
+@dataclass(frozen=True, slots=True)
 class Regime:
-    """How far the policy moves from the one that sampled: what all arms of a comparison have in common."""
+    """How far the policy moves from the one that sampled: what all arms of a comparison have in common.
+
+    `seeds` says of each arm how many seeds it has, counted from 0.
+    """
 
     steps: int
-    seeds: int
-    training: Mapping[str, int]
+    minibatches: int
+    epochs: int
+    figures_every: int
+    seeds: Mapping[str, int]
 
 
+MAIN = ("gspo", "grpo", "grpo-replay")
 REGIMES = {
-    "paper": Regime(60, 3, {"minibatches": 4}),
-    "off-policy": Regime(20, 3, {"minibatches": 16, "epochs": 2}),
+    "paper": Regime(steps=20, minibatches=4, epochs=1, figures_every=10, seeds=dict.fromkeys(MAIN, 3)),
+    "off-policy": Regime(
+        steps=10,
+        minibatches=16,
+        epochs=2,
+        figures_every=3,
+        seeds=dict.fromkeys(MAIN, 5) | {"gspo-wide": 3, "grpo-narrow": 3},
+    ),
 }
 
 
 def settings(regime: str, arm: str, seed: int, model: Path, out: Path) -> dict[str, Any]:
     """The settings of a run: those of configs/tiny-moe.toml with the arm's and the regime's put over them."""
-    wanted = REGIMES[regime]
+    wanted, given = REGIMES[regime], ARMS[arm]
     data = read_settings(RECIPE)
     changes = {
         "run": {"dir": str(out), "name": f"{regime}-{arm}-{seed}", "seed": seed},
         "model": {"path": str(model)},
         "rollout": {"max_concurrent": 256},  # the whole rollout batch at a time: the same numbers, sooner
-        "training": {"steps": wanted.steps, **wanted.training},
+        "training": {"steps": wanted.steps, "minibatches": wanted.minibatches, "epochs": wanted.epochs},
         "evaluation": {"every": 10},
         "checkpoint": {"every": 10, "keep": 1},
-        **ARMS[arm],
+        "objective": {"name": given.objective, "clip_low": given.clip_low, "clip_high": given.clip_high},
+        "routing": {"figures_every": wanted.figures_every, "replay": given.replay},
     }
     return data | {section: data.get(section, {}) | values for section, values in changes.items()}
 
@@ -90,8 +118,11 @@ def _is_finished(folder: Path, steps: int) -> bool:
 
 
 def summary(run: RunRecords) -> Record:
-    """What the study needs of a run: figures by step, and sums with their denominators over all steps."""
-    measured = [line for line in run.metrics if "routing/unused" in line]
+    """What the study needs of a run: figures by step, and sums with their denominators over all steps.
+
+    How routing changes is taken from the steps after the first, in which the learning rate is still small.
+    """
+    measured = [line for line in run.metrics if "routing/unused" in line and line["step"] > 1]
     return {
         "reward": [line["reward/mean"] for line in run.metrics],
         "held_out": [[line["step"], line["accuracy"]["value"]] for line in run.evaluations],
@@ -110,9 +141,9 @@ def summary(run: RunRecords) -> Record:
     }
 
 
-def last_ten(record: Record) -> float:
-    """Mean reward of the last ten steps."""
-    return statistics.fmean(record["reward"][-10:])
+def reached(record: Record) -> float:
+    """Mean reward of the last steps."""
+    return statistics.fmean(record["reward"][-LAST:])
 
 
 def share(records: Sequence[Record], group: str, name: str) -> float:
@@ -121,21 +152,31 @@ def share(records: Sequence[Record], group: str, name: str) -> float:
     return sum(parts) / sum(wholes)
 
 
+def against(arm: str, found: Mapping[str, Sequence[float]]) -> str:
+    """The difference to GRPO, seed by seed; an arm may have fewer seeds than GRPO has."""
+    return "" if arm == "grpo" else plus_minus([a - b for a, b in zip(found[arm], found["grpo"], strict=False)])
+
+
 def learning_table(arms: Mapping[str, Sequence[Record]]) -> list[str]:
     """Reward and held-out accuracy, with intervals over seeds; differences to GRPO are taken seed by seed."""
-    found = {arm: [last_ten(record) for record in records] for arm, records in arms.items()}
+    found = {arm: [reached(record) for record in records] for arm, records in arms.items()}
+    first, last = (
+        {arm: [record["held_out"][place][1] for record in records] for arm, records in arms.items()}
+        for place in (0, -1)
+    )
     lines = [
-        "| | reward, last 10 steps | by seed | against GRPO, seed by seed | held-out accuracy, first and last |",
-        "| --- | --- | --- | --- | --- |",
+        f"| | reward, last {LAST} steps | by seed | against GRPO | held out, first; last | last against GRPO |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
-    for arm, records in arms.items():
-        against = [a - b for a, b in zip(found[arm], found["grpo"], strict=True)]
-        first, last = ([record["held_out"][place][1] for record in records] for place in (0, -1))
+    for arm in arms:
         by_seed = ", ".join(f"{value:.3f}" for value in found[arm])
-        lines.append(
-            f"| {NAMES[arm]} | {plus_minus(found[arm])} | {by_seed} | "
-            f"{'' if arm == 'grpo' else plus_minus(against)} | {plus_minus(first)}; {plus_minus(last)} |"
+        cells = (
+            plus_minus(found[arm]),
+            by_seed,
+            against(arm, found),
+            plus_minus(first[arm]) + "; " + plus_minus(last[arm]),
         )
+        lines.append(f"| {ARMS[arm].name} | {' | '.join(cells)} | {against(arm, last)} |")
     return lines
 
 
@@ -150,7 +191,7 @@ def clip_table(arms: Mapping[str, Sequence[Record]]) -> list[str]:
             f"{clipped:,.0f} / {tokens:,.0f}" for clipped, tokens in (r["clipped"]["token_removed"] for r in records)
         )
         pooled = (f"{share(records, 'clipped', n):.2g}" for n in ("token_removed", "token_outside", "sequence_removed"))
-        lines.append(f"| {NAMES[arm]} | {by_seed} | {' | '.join(pooled)} |")
+        lines.append(f"| {ARMS[arm].name} | {by_seed} | {' | '.join(pooled)} |")
     return lines
 
 
@@ -171,7 +212,7 @@ def routing_table(arms: Mapping[str, Sequence[Record]]) -> list[str]:
             "; ".join(f"{spread[f'{u} native {m}']:.4f} / {spread[f'{u} replayed {m}']:.4f}" for m in MOMENTS)
             for u in ("token", "sequence")
         )
-        lines.append(f"| {NAMES[arm]} | {changed} | {' | '.join(cells)} |")
+        lines.append(f"| {ARMS[arm].name} | {changed} | {' | '.join(cells)} |")
     return lines
 
 
@@ -193,7 +234,7 @@ def figure(arms: Mapping[str, Sequence[Record]], path: Path) -> None:
             Panel(steps, _curves(arms, "reward"), "step", "training reward"),
             Panel(
                 evaluated,
-                {NAMES[a]: [[value for _, value in r["held_out"]] for r in records] for a, records in arms.items()},
+                {ARMS[a].name: [[value for _, value in r["held_out"]] for r in records] for a, records in arms.items()},
                 "step",
                 "held-out accuracy (greedy)",
             ),
@@ -204,7 +245,7 @@ def figure(arms: Mapping[str, Sequence[Record]], path: Path) -> None:
 
 
 def _curves(arms: Mapping[str, Sequence[Record]], name: str) -> dict[str, list[list[float]]]:
-    return {NAMES[arm]: [record[name] for record in records] for arm, records in arms.items()}
+    return {ARMS[arm].name: [record[name] for record in records] for arm, records in arms.items()}
 
 
 def main() -> None:
@@ -216,10 +257,10 @@ def main() -> None:
     torch.set_num_threads(1)
     results: Results = {}
     for regime in given.regimes:
-        results[regime] = {arm: [] for arm in ARMS}
-        for seed in range(REGIMES[regime].seeds):
-            for arm in ARMS:
-                results[regime][arm].append(summary(finish(settings(regime, arm, seed, given.model, given.out))))
+        seeds = REGIMES[regime].seeds
+        results[regime] = {arm: [] for arm in seeds}
+        for seed, arm in ((n, arm) for n in range(max(seeds.values())) for arm in seeds if n < seeds[arm]):
+            results[regime][arm].append(summary(finish(settings(regime, arm, seed, given.model, given.out))))
         figure(results[regime], given.out / f"{regime}.svg")
     (given.out / "results.json").write_text(json.dumps(results) + "\n")
     print(tables(results))

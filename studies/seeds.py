@@ -40,7 +40,10 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """The panels side by side: means over seeds with 95 % bands. The same input gives the same file."""
+    """The panels side by side: means over seeds with 95 % bands. The same input gives the same file.
+
+    On a logarithmic axis, where an interval may reach below 0, the band spans the seeds instead.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -50,9 +53,10 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     figure, plots = plt.subplots(ncols=len(panels), figsize=(7 if len(panels) == 1 else 5 * len(panels), 4))
     for panel, axes in zip(panels, [plots] if len(panels) == 1 else plots, strict=True):
         for name, of_seeds in panel.curves.items():
-            points = [interval(at_one_place) for at_one_place in zip(*of_seeds, strict=True)]
-            axes.plot(panel.x, [mean for mean, _ in points], label=name)
-            axes.fill_between(panel.x, [m - h for m, h in points], [m + h for m, h in points], alpha=0.2)
+            places = list(zip(*of_seeds, strict=True))
+            low, high = zip(*(_band(values, panel.logarithmic) for values in places), strict=True)
+            axes.plot(panel.x, [interval(values)[0] for values in places], label=name)
+            axes.fill_between(panel.x, low, high, alpha=0.2)
         axes.set_xlabel(panel.x_name)
         axes.set_ylabel(panel.y_name)
         if panel.logarithmic:
@@ -61,3 +65,10 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def _band(values: Sequence[float], logarithmic: bool) -> tuple[float, float]:
+    if logarithmic:
+        return min(values), max(values)
+    mean, half = interval(values)
+    return mean - half, mean + half

@@ -1,17 +1,18 @@
 """The study runs through `train` at a tiny size, and its figures are those of its runs."""
 
+import json
 from pathlib import Path
 
 import moe_stability as study
 import pytest
-import torch
 
-from gspo.policy.tiny_moe import Recipe, make_model, make_tokenizer
+from gspo.objectives import CLIP_RANGES
 from gspo.reporting.journal import read_rollouts
 from gspo.reporting.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-QUICK = Recipe(layers=1, hidden=16, heads=2, experts=4, expert_width=8)
+PAGE = (ROOT / "docs" / "studies.md").read_text(encoding="utf-8")
+RECORDED = json.loads((ROOT / "studies" / "results" / "moe_stability.json").read_text())
 
 
 def record(reward, clipped, held_out=(0.25, 0.5)):
@@ -28,36 +29,30 @@ def record(reward, clipped, held_out=(0.25, 0.5)):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(policy, small, tmp_path_factory):
     """Runs of every arm by seed 0 of a tiny model: two steps of two updates each."""
     out = tmp_path_factory.mktemp("study")
-    tokenizer = make_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        make_model(QUICK, tokenizer).save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(study.REGIMES, "paper", study.Regime(2, 1, {"minibatches": 2}))
+        regime = study.Regime(steps=2, minibatches=2, epochs=1, figures_every=1, seeds=dict.fromkeys(study.MAIN, 1))
+        patch.setitem(study.REGIMES, "paper", regime)
         runs = {}
-        for arm in study.ARMS:
-            data = study.settings("paper", arm, 0, out / "model", out)
-            data["rollout"] = {"prompts": 4, "group_size": 4, "max_tokens": 5}
-            data["task"] |= {"held_out": 4, "parameters": {"count": 40}}
-            data["reward"] = {"functions": [{"function": "tests.studies.rewards:odd_sum"}]}
-            data["optimizer"] = {"learning_rate": 2e-3}
+        for arm in regime.seeds:
+            data = study.settings("paper", arm, 0, policy, out) | small
             runs[arm] = (data, study.finish(data))
     return runs
 
 
 def test_arms_differ_in_objective_and_replay_alone():
     configs = {arm: study.settings("off-policy", arm, 2, Path("model"), Path("out")) for arm in study.ARMS}
-    assert configs["gspo"]["objective"] == {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}
-    assert configs["grpo"]["objective"] == {"name": "grpo", "clip_low": 0.2, "clip_high": 0.27}
-    assert configs["grpo-replay"]["objective"] == configs["grpo"]["objective"]
-    assert [c["routing"]["replay"] for c in configs.values()] == ["off", "off", "old"]
+    for name, given in (("gspo", configs["gspo"]), ("grpo", configs["grpo"]), ("grpo", configs["grpo-replay"])):
+        low, high = CLIP_RANGES[name]
+        assert given["objective"] == {"name": name, "clip_low": low, "clip_high": high}
+    assert configs["gspo-wide"]["objective"]["clip_high"] == pytest.approx(10 * CLIP_RANGES["gspo"][1])
+    assert configs["grpo-narrow"]["objective"]["clip_low"] == pytest.approx(CLIP_RANGES["grpo"][0] / 10)
+    assert [arm for arm, config in configs.items() if config["routing"]["replay"] == "old"] == ["grpo-replay"]
     for config in configs.values():
         del config["objective"], config["routing"]["replay"], config["run"]["name"]
-    assert configs["gspo"] == configs["grpo"] == configs["grpo-replay"]
+        assert config == configs["gspo"]
 
 
 def test_the_arms_of_a_seed_start_alike(finished):
@@ -93,7 +88,7 @@ def test_the_summary_counts_what_the_run_trained_on(finished):
 def test_every_arm_gives_a_row_of_each_table(finished, tmp_path):
     arms = {arm: [study.summary(run)] for arm, (_, run) in finished.items()}
     text = study.tables({"paper": arms})
-    assert all(text.count(f"\n| {name} | ") == 3 for name in study.NAMES.values())
+    assert all(text.count(f"\n| {study.ARMS[arm].name} | ") == 3 for arm in arms)
     study.figure(arms, tmp_path / "figure.svg")
     assert "held-out accuracy" in (tmp_path / "figure.svg").read_text()
 
@@ -105,19 +100,30 @@ def test_fractions_are_pooled_and_not_averaged():
     assert row == "| GSPO | 1 / 10, 9 / 30 | 0.25 | 0.25 | 0.25 |"
 
 
-def test_rewards_are_of_the_last_ten_steps_and_compared_seed_by_seed():
+def test_rewards_are_of_the_last_steps_and_compared_seed_by_seed():
     early = [9.0] * 5
     arms = {
-        "gspo": [record(early + [0.5] * 10, (1, 2)), record(early + [0.75] * 10, (1, 2))],
-        "grpo": [record(early + [0.25] * 10, (1, 2)), record(early + [0.5] * 10, (1, 2))],
+        "gspo": [record(early + [0.5] * study.LAST, (1, 2)), record(early + [0.75] * study.LAST, (1, 2))],
+        "grpo": [record(early + [0.25] * study.LAST, (1, 2)), record(early + [0.5] * study.LAST, (1, 2))],
     }
     gspo, grpo = study.learning_table(arms)[2:]
     half = "1.588"  # 12.706 * 0.25 / 2: two seeds, 0.25 apart
-    assert gspo == (f"| GSPO | 0.625 ± {half} | 0.500, 0.750 | 0.250 ± 0.000 | 0.250 ± 0.000; 0.500 ± 0.000 |")
-    assert grpo == f"| GRPO | 0.375 ± {half} | 0.250, 0.500 |  | 0.250 ± 0.000; 0.500 ± 0.000 |"
+    assert gspo == (
+        f"| GSPO | 0.625 ± {half} | 0.500, 0.750 | 0.250 ± 0.000 | 0.250 ± 0.000; 0.500 ± 0.000 | 0.000 ± 0.000 |"
+    )
+    assert grpo == f"| GRPO | 0.375 ± {half} | 0.250, 0.500 |  | 0.250 ± 0.000; 0.500 ± 0.000 |  |"
 
 
 def test_routing_figures_are_means_over_steps_and_seeds():
     (row,) = study.routing_table({"grpo": [record([0.5], (1, 2)), record([0.5], (1, 2))]})[2:]
     spread = "0.2000 / 0.2000; 0.2000 / 0.2000"
     assert row == f"| GRPO | 0.50%; 2.00% | {spread} | {spread} |"
+
+
+def test_the_page_shows_what_was_recorded():
+    made = {regime: {arm: len(runs) for arm, runs in arms.items()} for regime, arms in RECORDED.items()}
+    assert made == {name: regime.seeds for name, regime in study.REGIMES.items()}
+    for regime, arms in RECORDED.items():
+        assert {len(run["reward"]) for runs in arms.values() for run in runs} == {study.REGIMES[regime].steps}
+        for table in (study.learning_table(arms), study.clip_table(arms), study.routing_table(arms)):
+            assert "\n".join(table) in PAGE, regime
