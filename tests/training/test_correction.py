@@ -65,6 +65,25 @@ def test_gradient_is_that_of_weighted_advantages(folder, correction, minibatches
     assert figures["mismatch/token_max"] > 0.4  # the raw figure
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_minibatch_of_which_all_is_rejected_is_skipped_and_does_not_move_on_momentum(folder, minibatches):
+    likelihoods = {"correction": "mask", "correction_low": 0.9999, "correction_high": 1.0001}
+    config = settings(likelihoods=likelihoods, training={"minibatches": minibatches})
+    learner = make_learner(folder, config)
+    exact = make_batch(noisy_rollouts(learner.policy.model, 0.0), config)
+    learner.update(1, learner.prepare(exact, UpdateMetrics())[:1], UpdateMetrics())  # makes momentum
+    assert learner.version == 1
+    before = copy.deepcopy(learner.policy.model.state_dict())
+
+    metrics = UpdateMetrics()
+    batch = make_batch(noisy_rollouts(learner.policy.model, 0.4), config)
+    learner.update(2, learner.prepare(batch, metrics), metrics)
+    figures = metrics.as_metrics()
+    assert figures["correction/changed"].sum == figures["correction/changed"].count == 12
+    assert (figures["optimizer/skipped"], figures["optimizer/updates"], learner.version) == (minibatches, 0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in learner.policy.model.state_dict().items())
+
+
 def test_weights_by_token_make_advantages_by_token_and_epochs_apply_them_once(folder):
     likelihoods = {"correction": "truncate", "correction_level": "token"}
     config = settings(

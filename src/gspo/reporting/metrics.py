@@ -105,7 +105,7 @@ METRICS: Mapping[str, str] = {
     "optimizer/learning_rate": "Learning rate of the step's last update.",
     "optimizer/updates": "Updates made in the step.",
     "optimizer/non_finite": "Updates that were not made because their gradient was not finite.",
-    "optimizer/skipped": "Mini-batches skipped because no advantage in them differs from 0.",
+    "optimizer/skipped": "Mini-batches skipped: no advantage differs from 0, or a correction masked all that do.",
     "evaluation/accuracy": "Correct responses over all, mean over held-out prompts (pass@1).",
     "evaluation/pass_at_<k>": "Chance that one of k responses is correct, unbiased estimate, mean over prompts.",
     "evaluation/truncated": "Responses cut at `rollout.max_tokens`, over scored responses of the evaluation.",

@@ -140,8 +140,21 @@ class Learner:
         return kind
 
     def _has_effect(self, minibatch: MiniBatch) -> bool:
-        weights = self.config.objective.kl_weight, self.config.routing.load_balancing_weight
-        return minibatch.has_signal or (any(weights) and minibatch.totals.tokens > 0)
+        return minibatch.has_signal or (self._has_other_terms() and minibatch.totals.tokens > 0)
+
+    def _has_other_terms(self) -> bool:
+        """Whether the loss has terms that need no advantage."""
+        return self.config.objective.kl_weight > 0 or self.config.routing.load_balancing_weight > 0
+
+    def _all_rejected(self, minibatch: MiniBatch) -> bool:
+        """Whether the correction left no advantage, and nothing else moves the policy.
+
+        Of the first mini-batch that is known only after its own pass.
+        """
+        if self.config.likelihoods.correction != "mask" or self._has_other_terms():
+            return False
+        left = [bool((micro.batch.advantages != 0).any()) for micro in minibatch.micro_batches]
+        return not any(self.world.gather(left))
 
     def _apply(self, minibatch: MiniBatch, rate: float, fresh: bool, metrics: UpdateMetrics) -> None:
         """One optimizer update. `fresh`: the weights are still those that define the old policy."""
@@ -174,6 +187,9 @@ class Learner:
             self.policy.scorer.shards.leave_unused(self.world)
         else:
             sum_gradients(self._parameters, self.world)
+        if self._all_rejected(minibatch):
+            metrics.skipped += 1
+            return
         norm = clip_gradients(self._parameters, self.config.optimizer.max_grad_norm)
         metrics.update(norm, rate)
         if not math.isfinite(norm):
