@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import numpy as np
@@ -72,6 +73,12 @@ def test_no_rows_and_unknown_scale() -> None:
     assert empty.dtype == torch.float32
     with pytest.raises(Exception, match="scale"):
         group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), scale="variance")
+
+
+@pytest.mark.parametrize("ids", [[0, 0, 1], [[0], [0]]])
+def test_every_reward_needs_its_group(ids: object) -> None:
+    with pytest.raises(ValueError, match=r"rewards and group_ids: found shapes \[2\] and"):
+        inspect.unwrap(group_advantages)(torch.tensor([1.0, 0.0]), torch.tensor(ids))
 
 
 def test_nothing_waits_for_the_device() -> None:

@@ -26,9 +26,14 @@ def group_advantages(
     Groups may be of unequal size and in any order; a rollout that was dropped is simply not among the rows.
     A group whose rewards are all equal gets exactly 0, and so does a group of one.
 
+    A reward that is not finite makes its whole group NaN: no device is waited for to find out. Raises ValueError for
+    shapes that differ.
     Source: GSPO (arXiv 2507.18071) eq. 6, which leaves the kind of deviation open.
     """
     _check_scale(scale)
+    if rewards.ndim != 1 or group_ids.shape != rewards.shape:
+        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
+        raise ValueError(f"rewards and group_ids: found shapes {shapes}; both must be [B]")
     values = rewards.detach().double()
     index = dense_ids(group_ids)
     zeros = torch.zeros_like(values)
