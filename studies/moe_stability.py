@@ -53,8 +53,9 @@ ARMS = {
     "grpo-replay": Arm("GRPO with Routing Replay", "grpo", 0.2, 0.27, replay="old"),
     "gspo-wide": Arm("GSPO at 3e-3 / 4e-3", "gspo", 3e-3, 4e-3),
     "grpo-narrow": Arm("GRPO at 0.02 / 0.027", "grpo", 0.02, 0.027),
+    "grpo-narrower": Arm("GRPO at 0.002 / 0.0027", "grpo", 0.002, 0.0027),
 }
-"""The first three at their papers' ranges; then either method at ten times more, and at ten times less."""
+"""The first three at their papers' ranges; then GSPO at ten times more, GRPO at ten and at a hundred times less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ REGIMES = {
         minibatches=16,
         epochs=2,
         figures_every=3,
-        seeds=dict.fromkeys(MAIN, 5) | {"gspo-wide": 3, "grpo-narrow": 3},
+        seeds=dict.fromkeys(MAIN, 5) | dict.fromkeys(("gspo-wide", "grpo-narrow", "grpo-narrower"), 3),
     ),
 }
 
