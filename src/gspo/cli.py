@@ -13,10 +13,10 @@ from typing import NoReturn
 from gspo import __version__
 from gspo.config import load_config
 from gspo.config.flags import split_overrides, why_unknown
-from gspo.distributed.launch import is_one_of_many, run_among_others, say_why
-from gspo.errors import BadInputError, GspoError
+from gspo.distributed.launch import is_one_of_many, run_among_others, status_of
+from gspo.errors import BadInputError
 from gspo.reporting.run_folder import ROLLOUTS_SHOWN, RunFolder
-from gspo.training.command import INTERRUPTED, run_train
+from gspo.training.command import run_train
 
 _OVERRIDES = """
 Any setting of docs/settings.md can be given as a flag and wins over the file:
@@ -30,36 +30,34 @@ Where the model lies that an adapter belongs to, if it was moved: --model.path F
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status is 0, 1 (the run cannot go on), 2 (bad input), 130 (Ctrl-C) or 143 (SIGTERM).
 
-    Of the processes that `torchrun` started, the first one that fails says why, and the others end without a word.
+    Of the processes that a launcher started, the first one that fails says why, and the others end without a word.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     return run_among_others(lambda: _main(given)) if is_one_of_many() else _main(given)
 
 
 def _main(argv: list[str]) -> int:
-    try:
-        return _dispatch(argv)
-    except BadInputError as error:
-        say_why(*str(error).splitlines())
-        return 2
-    except GspoError as error:
-        say_why(*str(error).splitlines())
-        return 1
-    except KeyboardInterrupt:
-        say_why("interrupted")
-        return INTERRUPTED
+    return status_of(lambda: _dispatch(argv))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Its errors are those of bad input: one line, exit status 2."""
+
     def error(self, message: str) -> NoReturn:
         raise BadInputError(f"{message}; see {self.prog} --help")
 
 
-def _dispatch(argv: list[str]) -> int:
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+    """A command's arguments, and the settings given as flags. Raises BadInputError for unknown ones."""
     words, overrides = split_overrides(argv)
     arguments, unknown = _parser().parse_known_args(words)
     if unknown:
         raise BadInputError(why_unknown(unknown[0]))
+    return arguments, overrides
+
+
+def _dispatch(argv: list[str]) -> int:
+    arguments, overrides = read_arguments(argv)
     if is_one_of_many() and arguments.command != "train":
         raise BadInputError(
             f"gspo {arguments.command} runs in one process; start it without torchrun (WORLD_SIZE is set)"
@@ -78,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="gspo",
         description="Sequence-level reinforcement learning of language models (GSPO, arXiv 2507.18071).",
         allow_abbrev=False,
@@ -138,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_report(commands: argparse._SubParsersAction[Parser]) -> None:
     report = commands.add_parser(
         "report", help="show what happened in a run: a table, and a page with curves and rollouts", allow_abbrev=False
     )
@@ -171,7 +169,7 @@ def _add_report(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
 
 
-def _add_audit(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_audit(commands: argparse._SubParsersAction[Parser]) -> None:
     audit = commands.add_parser(
         "audit",
         help="compare the inference engine's log-probs with the training engine's",

@@ -1,61 +1,11 @@
 """`torchrun -m gspo train`: the run of one process, by two; and how a job ends when one of them fails."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from gspo.reporting.journal import read_rollouts
-from tests.distributed.processes import REPOSITORY, environment
+from tests.distributed.jobs import CONFIG, SECONDS, assert_same_run, finish, lines
 from tests.policy.tiny import save_tiny
-
-CONFIG = """
-[model]
-path = "{model}"
-device = "cpu"
-
-[run]
-dir = "{runs}"
-
-[task]
-kind = "function"
-function = "tests.training.tiny_task:rows"
-held_out = 5
-
-[[reward.functions]]
-function = "tests.training.tiny_task:early_words"
-
-[reward]
-correct_at = 0.5
-
-[rollout]
-prompts = 4
-group_size = 4
-max_tokens = 6
-resample_without_signal = 1
-
-[objective]
-clip_low = 0.05
-clip_high = 0.05
-
-[optimizer]
-learning_rate = 1e-3
-
-[training]
-steps = 3
-minibatches = 2
-
-[evaluation]
-every = 2
-
-[checkpoint]
-every = 1
-"""
-SECONDS = 200
 
 
 @pytest.fixture(scope="module")
@@ -67,32 +17,8 @@ def config(tmp_path_factory):
 
 
 def launch(*arguments, processes=2):
-    """A job, not waited for; it has its own process group, so that Ctrl-C can be sent to it alone."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    clean = {k: v for k, v in environment().items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return subprocess.Popen(
-        [*start, "-m", "gspo", "train", *map(str, arguments)],
-        env=clean,
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(job, seconds=SECONDS):
-    """Its exit status, what it said on standard output, and the `gspo:` lines of standard error."""
-    try:
-        output, errors = job.communicate(timeout=seconds)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-    return job.returncode, output, [line for line in errors.splitlines() if line.startswith("gspo: ")], errors
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+    return start(*torchrun, "-m", "gspo", "train", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +34,7 @@ def test_two_processes_make_the_run_of_one(config, one, shard):
     two = config.parent / "runs" / f"two-{shard}"
     status, said, _, errors = finish(launch(config, "--run.name", two.name, "--distributed.shard", shard))
     assert status == 0, errors
-    for file in sorted((one / "rollouts").glob("*.zst")) + sorted((one / "evaluations").glob("*.zst")):
-        expected, found = read_rollouts(file), read_rollouts(two / file.relative_to(one))
-        assert [(r.slot, r.sample, r.response_ids) for r in found] == [
-            (r.slot, r.sample, r.response_ids) for r in expected
-        ]
-        assert [r.reward for r in found] == [r.reward for r in expected]
-    for a, b in zip(lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl"), strict=True):
-        assert a.keys() == b.keys()
-        assert {n: c for n, (_, c) in a["sums"].items()} == {n: c for n, (_, c) in b["sums"].items()}
-        for metric, value in a.items():
-            if isinstance(value, float):
-                assert b[metric] == pytest.approx(value, rel=1e-3, abs=1e-5), metric
-    assert [e["accuracy"] for e in lines(one / "evaluations.jsonl")] == [
-        e["accuracy"] for e in lines(two / "evaluations.jsonl")
-    ]
+    assert_same_run(one, two)
     for step in (1, 2, 3):
         assert said.count(f"step {step}/3 ") == 1, "one process speaks"
     part = {"none": "the whole", "full": "a slice of the"}[shard]
@@ -164,12 +76,7 @@ def test_ctrl_c_ends_the_job_and_the_run_goes_on_from_there(config):
     reward = '[{function = "tests.distributed.failures:slow_early_words"}]'
     job = launch(config, "--run.name", "stopped", "--reward.functions", reward, "--training.steps", 40)
     metrics = config.parent / "runs" / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + SECONDS
-    while not (metrics.exists() and lines(metrics)):
-        assert job.poll() is None, job.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.killpg(job.pid, signal.SIGINT)
+    interrupt_after_a_step(job, metrics)
     status, _, said, errors = finish(job)
     assert status != 0
     assert len(said) == 1, errors

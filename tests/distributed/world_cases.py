@@ -5,7 +5,8 @@ import time
 import torch
 
 from gspo.distributed import gradients
-from gspo.distributed.world import LostProcessError, World
+from gspo.distributed.world import World
+from gspo.errors import LostProcessError
 
 
 def collectives():

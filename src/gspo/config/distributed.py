@@ -10,7 +10,7 @@ from gspo.config.section import Section
 
 
 class DistributedConfig(Section):
-    """Several processes that train one policy, started by `torchrun`."""
+    """Several processes that train one policy, started by `torchrun` or on Ray."""
 
     shard: Literal["none", "full"] = Field(
         "none",

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
+from gspo.errors import BadInputError, GspoError, LostProcessError
+
 FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+"""What a shell reports of a program that Ctrl-C ended."""
+
+HEARING_SECONDS = 1.0
+"""How long a process that lost another leaves the word to others: its launcher may know that it was killed."""
 
 
 def is_one_of_many() -> bool:
-    """Whether a launcher (`torchrun`) started this process together with others."""
+    """Whether a launcher (`torchrun`, or ours on Ray) started this process together with others."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def is_first_failure() -> bool:
     """Whether no process of this job has failed before: the first one's reason is the cause, the others' follow.
 
-    `torchrun` keeps the count, in a store that outlives its processes; where it cannot be asked, every process is
+    The launcher keeps the count, in a store that outlives its processes; where it cannot be asked, every process is
     taken for the first.
     """
     if not is_one_of_many() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -40,6 +49,23 @@ def say_why(*lines: str) -> None:
     if is_first_failure():
         for line in lines:
             print(f"gspo: {line}", file=sys.stderr)
+
+
+def status_of(command: Callable[[], int]) -> int:
+    """The exit status that a command returns, or that of the error that ends it, which the user is told."""
+    try:
+        return command()
+    except BadInputError as error:
+        say_why(*str(error).splitlines())
+        return BAD_INPUT
+    except GspoError as error:
+        if isinstance(error, LostProcessError):
+            time.sleep(HEARING_SECONDS)
+        say_why(*str(error).splitlines())
+        return FAILED
+    except KeyboardInterrupt:
+        say_why("interrupted")
+        return INTERRUPTED
 
 
 def run_among_others(command: Callable[[], int]) -> int:

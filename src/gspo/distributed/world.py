@@ -13,15 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo.errors import BadInputError, GspoError
+from gspo.errors import BadInputError, LostProcessError
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = 1800.0
-
-
-class LostProcessError(GspoError):
-    """Another process of the job ended, or did not answer in time. Why it did is its own to say."""
 
 
 @dataclass(frozen=True, slots=True)

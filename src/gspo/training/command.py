@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gspo.config import Config, load_config
-from gspo.distributed.launch import is_one_of_many, say_why
+from gspo.distributed.launch import INTERRUPTED, is_one_of_many, say_why
 from gspo.errors import BadInputError
 from gspo.reporting.run_folder import RunFolder
 from gspo.reporting.trackers import check_trackers
@@ -20,11 +20,8 @@ from gspo.training.interrupts import Terminated, terminable
 if TYPE_CHECKING:
     from gspo.distributed.world import World
 
-INTERRUPTED = 130
-"""What a shell reports of a program that Ctrl-C ended."""
-
 TERMINATED = 143
-"""The same of one that SIGTERM ended."""
+"""What a shell reports of a program that SIGTERM ended."""
 
 
 def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None, dry_run: bool) -> int:
@@ -35,6 +32,14 @@ def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path |
         BadInputError: a setting, file, model or reward that cannot work.
         GspoError: the run cannot go on.
     """
+    config, folder = plan_run(path, overrides, resume=resume)
+    if is_one_of_many():
+        return _train_among_others(config, folder, resume=resume, dry_run=dry_run)
+    return _dry_run(config, resume) if dry_run else _train(config, folder, resume=resume)
+
+
+def plan_run(path: Path | None, overrides: Mapping[str, str], *, resume: Path | None) -> tuple[Config, RunFolder]:
+    """The whole config of a run, and its folder, which is not made yet. Raises BadInputError."""
     if resume is not None:
         if path is not None:
             raise BadInputError(f"{path}: --resume goes on under the run's own config; leave the file out")
@@ -48,9 +53,7 @@ def run_train(path: Path | None, overrides: Mapping[str, str], *, resume: Path |
         run = config.run.model_copy(update={"name": folder.path.name})
         config = config.model_copy(update={"run": run})
     check_trackers(config.tracking)
-    if is_one_of_many():
-        return _train_among_others(config, folder, resume=resume, dry_run=dry_run)
-    return _dry_run(config, resume) if dry_run else _train(config, folder, resume=resume)
+    return config, folder
 
 
 def _train_among_others(config: Config, folder: RunFolder, *, resume: Path | None, dry_run: bool) -> int:
