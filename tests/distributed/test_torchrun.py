@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from tests.distributed.jobs import CONFIG, SECONDS, assert_same_run, finish, lines
+from tests.distributed.jobs import CONFIG, SECONDS, assert_same_run, finish, interrupt_after_a_step, lines, start
 from tests.policy.tiny import save_tiny
 
 
