@@ -11,8 +11,9 @@ from typing import Any
 
 from gspo.reporting.timing import peak_memory_bytes
 
-# A waiting thread must not spin: on a busy machine that costs most of the time.
-QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+# A waiting thread spins for a fraction of a millisecond: on a busy machine longer would cost most of the time, and at no
+# spinning at all each small product waits for a sleeping thread.
+QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def run_side(script: str, side: str, settings: dict[str, Any], folder: Path, *, threads: int | None = None) -> Any:
