@@ -11,8 +11,8 @@ from typing import Any
 
 from gspo.reporting.timing import peak_memory_bytes
 
-# A waiting thread spins for a fraction of a millisecond: on a busy machine longer would cost most of the time, and at no
-# spinning at all each small product waits for a sleeping thread.
+# A waiting thread spins for a fraction of a millisecond: longer would cost a busy machine most of its time, and without
+# any each small product waits for a thread that sleeps.
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "20000", "TOKENIZERS_PARALLELISM": "false"}
 
 
