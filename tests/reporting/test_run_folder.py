@@ -68,3 +68,24 @@ def test_a_folder_of_a_model_is_no_run(tmp_path: Path, content: str | None) -> N
     assert not RunFolder.is_run(tmp_path)
     with pytest.raises(BadInputError, match="not the folder of a run"):
         RunFolder.open(tmp_path)
+
+
+def test_a_config_that_does_not_know_the_name_changes_nothing(tmp_path: Path) -> None:
+    run = RunFolder.create(config(tmp_path, "first"))
+    run.rollout_file(3).write_bytes(b"drawn under the same settings")
+    run.change(config(tmp_path), 2)
+    assert run.read_config() == config(tmp_path, "first")
+    assert run.rollout_file(3).exists()
+
+
+def test_rollouts_that_another_config_drew_go_and_the_name_stays(tmp_path: Path) -> None:
+    run = RunFolder.create(config(tmp_path, "first"))
+    for step in (2, 3):
+        run.rollout_file(step).write_bytes(b"drawn under other settings")
+    unnamed = config(tmp_path)
+    longer = unnamed.model_copy(update={"training": unnamed.training.model_copy(update={"steps": 7})})
+    run.change(longer, 2)
+    changed = run.read_config()
+    assert (changed.run.name, changed.training.steps) == ("first", 7)
+    assert run.rollout_file(2).exists()
+    assert not run.rollout_file(3).exists()

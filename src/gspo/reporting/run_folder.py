@@ -109,8 +109,14 @@ class RunFolder:
         return build_config(json.loads(self.config_file.read_bytes()), overrides, source=str(self.config_file))
 
     def change(self, config: Config, step: int) -> None:
-        """Writes the config that the run goes on under after `step`; rollouts that another config drew later go."""
-        if config == self.read_config():
+        """Writes the config that the run goes on under after `step`; rollouts that another config drew later go.
+
+        The name and the folder that it has stay, whether `config` knows them or not.
+        """
+        before = self.read_config()
+        place = {"name": before.run.name, "dir": before.run.dir}
+        config = config.model_copy(update={"run": config.run.model_copy(update=place)})
+        if config == before:
             return
         for file in self.rollouts.glob("step-*"):
             if int(file.name.removeprefix("step-").partition(".")[0]) > step:
