@@ -350,6 +350,18 @@ def test_a_kernel_that_rounds_as_flash_attention_does_is_proven(monkeypatch, cap
 
 
 @pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("window", "cuts"), [(None, False), (1, True), (5, True), (6, False), (4096, False)])
+def test_the_case_of_the_kernel_that_a_layer_takes_is_the_one_that_is_proven(monkeypatch, window, cuts):
+    asked = []
+    monkeypatch.setattr(attention, "doubt", lambda *_, windowed: asked.append(windowed) or "for the test")
+    model, layout = tiny_model("llama"), build_layout(random_rollouts([(4, [3, 2])]), "shared")
+    query = torch.zeros(1, 2, layout.input_ids.numel(), 8)
+    with use_layout(model, layout):
+        layout_attention(Layer(), query, query, query, None, sliding_window=window)
+    assert asked == [cuts]
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_kernel_that_means_something_else_is_found_out_and_said_once(caplog, name, windowed):

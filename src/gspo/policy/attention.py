@@ -84,7 +84,10 @@ def layout_attention(
     attention = _active[-1]
     attention.windows.add(sliding_window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    why_not = varlen.unserved(query, value, softcap) or doubt(query, value, windowed=sliding_window is not None)
+    # A window that cuts nothing off is computed by the calls of none, which are another case of the kernel.
+    why_not = varlen.unserved(query, value, softcap) or doubt(
+        query, value, windowed=attention.calls(sliding_window)[0].left >= 0
+    )
     attention.ways.add(KERNEL if why_not is None else f"tiles: {why_not}")
     way: TileAttention | varlen.VarlenAttention
     if why_not is None:

@@ -18,7 +18,7 @@ from gspo.policy.tiles import plan_tiles
 from gspo.policy.trial_rollouts import trial_rollouts
 from gspo.policy.varlen import VarlenAttention, plan_calls
 
-logger = logging.getLogger("gspo")
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 2.0
 """In eps of the dtype, of a tensor's norm. Rounding gives 0.3 to 0.4, a window that is wrong by one token 14."""
