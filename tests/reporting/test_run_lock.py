@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo.errors import BadInputError
+from gspo.errors import BadInputError, GspoError
 from gspo.reporting.run_lock import LOCK, held
 
 
@@ -42,3 +42,21 @@ def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkey
     monkeypatch.setattr(fcntl, "flock", refuse)
     with held(tmp_path):
         assert (tmp_path / LOCK).exists()
+
+
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_another_machine_holds_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(_file: object, _operation: int) -> None:
+        raise OSError(number, "held")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(BadInputError, match="another process is training in it"), held(tmp_path):
+        pytest.fail("held twice")
+
+
+def test_a_folder_that_takes_no_files_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(GspoError, match=r"run\.lock: cannot be written \("), held(tmp_path):
+        pytest.fail("held without a file")

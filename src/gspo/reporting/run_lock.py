@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gspo.errors import BadInputError
+from gspo.reporting.files import writing
 
 LOCK = "run.lock"
 
@@ -17,12 +18,15 @@ LOCK = "run.lock"
 def held(run: Path) -> Iterator[None]:
     """Keeps other processes from training in a run's folder; the system lets go when this one ends or is killed.
 
-    Raises BadInputError where another one trains there.
+    Raises BadInputError where another one trains there, GspoError where the folder cannot be written to.
     """
-    with (run / LOCK).open("wb") as file:
+    path = run / LOCK
+    with writing(path):
+        opened = path.open("wb")
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except (BlockingIOError, PermissionError):  # the second is what SMB shares answer
             raise BadInputError(
                 f"{run}: another process is training in it; wait until it ends, or stop it first"
             ) from None
