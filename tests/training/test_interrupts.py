@@ -88,3 +88,39 @@ def test_other_threads_leave_sigterm_as_it_is():
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ((signal.SIGTERM,), Terminated),
+        ((signal.SIGTERM, signal.SIGINT), Terminated),
+        ((signal.SIGINT, signal.SIGTERM), KeyboardInterrupt),
+    ],
+)
+def test_what_came_first_is_raised_after_the_block(numbers, error):
+    reached = []
+
+    def block():
+        with terminable(), uninterrupted():
+            for number in numbers:
+                os.kill(os.getpid(), number)
+            reached.append("after the signals")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as found:
+        block()
+    assert found.type is error
+    assert reached == ["after the signals"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_sigterm_that_nobody_handles_ends_the_process_at_once():
+    seen = []
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with uninterrupted():
+            seen.append(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIG_DFL]

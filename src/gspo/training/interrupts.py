@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: Ctrl-C never leaves a file half-written, and SIGTERM is told from it."""
+"""Signals that ask a run to end: neither Ctrl-C nor SIGTERM cuts a checkpoint short, and they are told apart."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the block is done, then raises KeyboardInterrupt.
+    """Holds Ctrl-C, and a SIGTERM that `terminable` or the user's program handles, back until the block is done.
 
-    Outside the main thread signals are not delivered, and a process that was started with Ctrl-C ignored (in the
-    background) stays so: there the block simply runs.
+    Then the first of them is handled as it would have been. Outside the main thread signals are not delivered, and
+    what was ignored from the start (Ctrl-C, in the background) or ends the process unasked (SIGTERM) stays so.
     """
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        yield
-        return
     received: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    held = {number: handler for number, handler in handlers.items() if callable(handler)}
     try:
-        previous = signal.signal(signal.SIGINT, remember)
+        for number in held:
+            signal.signal(number, remember)
     except ValueError:  # not the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in held.items():
+            signal.signal(number, handler)
     if received:
-        raise KeyboardInterrupt
+        signal.raise_signal(received[0])
 
 
 class Terminated(KeyboardInterrupt):
