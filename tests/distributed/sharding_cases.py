@@ -217,6 +217,23 @@ def unused(folder):
         world.close()
 
 
+def stood_in(folder):
+    """Which weights count as used after a pass of the first process alone, and after one that both make."""
+    torch.set_num_threads(1)
+    world = World.from_environment(120, device="cpu")
+    try:
+        policy = load_policy(f"{folder}/llama", device="cpu", dtype="float32", world=world, shard="full")
+        share = SHARES[0][0]
+        backward(policy, [share if world.is_main else None], {})
+        alone = set(policy.scorer.shards.used)
+        backward(policy, [share], {})
+        backward(policy, [None], {})
+        names = {name for name, _ in policy.trainable_parameters()}
+        return {"alone": alone == (names if world.is_main else set()), "both": policy.scorer.shards.used == names}
+    finally:
+        world.close()
+
+
 IDLE, LAYERS_IDLE = "idle.weight", "model.layers.1.idle.weight"
 
 

@@ -66,6 +66,13 @@ def test_a_matrix_that_nobody_uses_does_not_decay(tmp_path):
         assert found["weights"] < 1e-5
 
 
+def test_a_pass_for_the_sake_of_others_uses_no_weight(tmp_path):
+    """Else experts that its one token visits would decay, which no response visits."""
+    save_tiny(tmp_path / "llama")
+    for found in run_processes("tests.distributed.sharding_cases:stood_in", 2, str(tmp_path), seconds=200):
+        assert found == {"alone": True, "both": True}
+
+
 def test_a_compiled_model_is_not_sharded(tmp_path):
     with pytest.raises(BadInputError, match=r"model\.compile = true with distributed\.shard = \"full\""):
         load_policy(save_tiny(tmp_path / "model"), device="cpu", compile=True, world=World(0, 2), shard="full")

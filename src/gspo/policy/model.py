@@ -183,7 +183,11 @@ class Policy:
         ...     loss(scores.logprobs).backward()
         """
         fed = self._fed(layout)
-        with self.scorer.attending(fed), _routing(self.model, layout, routes, record) as routing:
+        with (
+            self._uncounted(fed is not layout),
+            self.scorer.attending(fed),
+            _routing(self.model, layout, routes, record) as routing,
+        ):
             yield replace(_score(self.scorer, fed, layout, temperature, entropy), **routing)
 
     @torch.no_grad()
@@ -233,6 +237,20 @@ class Policy:
                 torch.autograd.backward(scores.logprobs.sum())
         else:
             self.score(nothing, temperature=1.0, entropy=False)
+
+    @contextmanager
+    def _uncounted(self, stands_in: bool) -> Iterator[None]:
+        """Of a pass that runs for the others' sake alone: weights that it puts a gradient of 0 to are not used by it.
+
+        With one process there is no such pass, and an optimizer would leave them alone.
+        """
+        shards = self.scorer.shards
+        if not stands_in or shards is None:
+            yield
+            return
+        before = set(shards.used)
+        yield
+        shards.used.intersection_update(before)
 
     def _fed(self, layout: TokenLayout) -> TokenLayout:
         """What runs through the model. A sharded one must run for a layout without scored tokens too."""
