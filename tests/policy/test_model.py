@@ -1,4 +1,5 @@
 import itertools
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -119,18 +120,25 @@ def test_checkpointing_and_lora_change_no_gradient_and_feed_no_token_twice(famil
         enable_activation_checkpointing(model)
     policy = policy_of(model)
     policy.adapter = adapter
+    counting = feeding(model, rollouts, checkpointing)
+    with counting, policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
+        loss_of(scores.logprobs, scores.entropy).backward()
+    torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
+    assert worst(gradients(model), reference) < 1e-5
+
+
+@contextmanager
+def feeding(model, rollouts, checkpointing):
+    """One update inside must feed each prompt once and each response but its last token, twice if recomputed."""
     fed = []
     # A module inside the layer: releases differ in whether a layer's own hooks run in the recompute.
     inside = model.model.layers[0].input_layernorm
     hook = inside.register_forward_pre_hook(lambda _, args: fed.append(args[0].shape[:-1].numel()))
-    with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
-        loss_of(scores.logprobs, scores.entropy).backward()
+    yield
     hook.remove()
     prompts = {r.slot: len(r.prompt.ids) for r in rollouts}
     needed = sum(prompts.values()) + sum(max(len(r.response_ids) - 1, 0) for r in rollouts)
     assert fed == [needed] * (2 if checkpointing else 1)
-    torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
-    assert worst(gradients(model), reference) < 1e-5
 
 
 def grown_adapter(model, size=0.05):
@@ -183,24 +191,40 @@ def test_replayed_routes_give_the_scores_and_gradients_of_one_rollout_at_a_time(
     reference = gradients(model)
     if checkpointing:
         enable_activation_checkpointing(model)
-    with policy.forward(layout, temperature=TEMPERATURE, routes=routes) as scores:
+    counting = feeding(model, rollouts, checkpointing) if kind == "shared" else nullcontext()
+    with counting, policy.forward(layout, temperature=TEMPERATURE, routes=routes) as scores:
         loss_of(scores.logprobs, scores.entropy).backward()
     torch.testing.assert_close(scores.logprobs, expected[0], rtol=1e-5, atol=5e-6)
     assert worst(gradients(model), reference) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "qwen3_moe"])
-def test_a_prompt_token_reaches_all_its_responses_and_no_other_group(family):
-    policy = policy_of(tiny_model(family))
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("family", "replay"),
+    [("llama", False), ("gemma3", False), ("gpt_oss", False), ("qwen3_moe", False), ("qwen3_moe", True)],
+)
+def test_a_prompt_token_reaches_all_its_responses_and_no_other_group(family, replay, checkpointing, lora):
+    """In the forward of an update, where checkpointing would drop a cache and the responses with it their prompt."""
+    model = tiny_model(family)
+    policy = policy_of(model)
     rollouts = random_rollouts([(3, (4, 5)), (3, (6, 2, 3)), (4, (5,))])
+    policy.adapter = grown_adapter(model, 0.02) if lora else None
+    routes = policy.score(policy.layout(rollouts), temperature=TEMPERATURE, record=True).routes if replay else None
+    if checkpointing:
+        enable_activation_checkpointing(model)
     changed = [
         make_rollout(r.slot, r.sample, (7, *r.prompt.ids[1:]), r.response_ids, r.trainable) if r.slot == 1 else r
         for r in rollouts
     ]
-    before, after = (policy.score(policy.layout(rs), temperature=TEMPERATURE) for rs in (rollouts, changed))
-    moved = (before.logprobs - after.logprobs).abs()
+    found = []
+    for each in (rollouts, changed):
+        with policy.forward(policy.layout(each), temperature=TEMPERATURE, routes=routes) as scores:
+            scores.logprobs.sum().backward()
+        found.append(scores.logprobs.detach())
+    moved = (found[0] - found[1]).abs()
     for row, rollout in enumerate(rollouts):
-        scored = moved[row][before.mask[row]]
+        scored = moved[row][scores.mask[row]]
         assert bool((scored > 1e-4).all()) if rollout.slot == 1 else bool((scored < 1e-5).all())
 
 
@@ -231,11 +255,20 @@ def test_bfloat16_autocast_scores_in_float32_and_trains_float32_masters():
     expected, _ = plain_scores(model, rollouts, TEMPERATURE)
     policy = policy_of(model)
     policy.scorer = ScoringModel(model, True, True, torch.bfloat16)
-    with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
-        scores.logprobs.sum().backward()
-    assert scores.logprobs.dtype == torch.float32
-    assert 1e-5 < (scores.logprobs - expected).abs().max() < 0.2
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+    def update() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with policy.forward(policy.layout(rollouts), temperature=TEMPERATURE) as scores:
+            scores.logprobs.sum().backward()
+        return scores.logprobs.detach(), gradients(model)
+
+    logprobs, found = update()
+    assert logprobs.dtype == torch.float32
+    assert 1e-5 < (logprobs - expected).abs().max() < 0.2
+    assert {name: g.dtype for name, g in found.items()} == {n: torch.float32 for n, _ in model.named_parameters()}
+    enable_activation_checkpointing(model)  # layers are recomputed in bfloat16 too
+    again, recomputed = update()
+    assert torch.equal(again, logprobs)
+    assert worst(recomputed, found) < 1e-6
 
 
 def test_score_holds_no_graph_and_equals_forward():
