@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from gspo.errors import BadInputError
 from gspo.policy.devices import choose_autocast, choose_device
-from gspo.policy.load import load_policy
+from gspo.policy.load import enable_activation_checkpointing, load_policy
 from gspo.policy.sources import resolve_path
 from tests.policy.tiny import random_rollouts, save_tiny, tiny_model
 
@@ -157,6 +157,14 @@ def test_what_is_neither_folder_nor_hub_model_is_said_to_be_neither(tmp_path, mo
     monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
     with pytest.raises(BadInputError, match=r"'models/none' is no folder here and cannot be loaded as a hub id"):
         load_policy("models/none", device="cpu")
+
+
+def test_a_model_that_cannot_recompute_its_layers_is_refused_by_name():
+    model = tiny_model("llama")
+    model.supports_gradient_checkpointing = False
+    line = r"^model.activation_checkpointing: LlamaForCausalLM does not support it; set it to false$"
+    with pytest.raises(BadInputError, match=line):
+        enable_activation_checkpointing(model)
 
 
 def test_a_device_that_is_not_there_gets_one_line():

@@ -34,12 +34,14 @@ def test_a_layout_that_is_asked_for_is_kept():
     assert probe(model, "padded").layout == "padded"
 
 
-def test_a_head_with_something_unknown_in_it_falls_back_to_logits():
+def test_a_head_with_something_unknown_in_it_falls_back_to_logits_with_a_warning(caplog):
     model = tiny_model("llama")
     model.lm_head.register_forward_hook(lambda *seen: seen[-1] + torch.arange(seen[-1].shape[-1]))
-    findings = probe(model, "shared")
+    with caplog.at_level(logging.WARNING, logger="gspo"):
+        findings = probe(model, "shared")
     assert not findings.exact_head
     assert "output head is not understood" in findings.notes[0]
+    assert [record.message for record in caplog.records if record.name == "gspo.policy.probe"] == list(findings.notes)
 
 
 def test_a_window_that_the_layers_do_not_ask_for_is_not_trusted(monkeypatch):

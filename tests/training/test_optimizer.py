@@ -16,6 +16,7 @@ def test_first_adamw_update_is_the_sign_of_the_gradient_times_the_rate():
     nn.init.constant_(model.weight, 1.0)
     nn.init.constant_(model.bias, 1.0)
     optimizer = make_optimizer(model.named_parameters(), OptimizerConfig(learning_rate=0.1, weight_decay=0.5))
+    assert all(group["fused"] for group in optimizer.param_groups)
     model.weight.grad = torch.tensor([[3.0, -2.0]])
     model.bias.grad = torch.tensor([4.0])
     optimizer.step()
