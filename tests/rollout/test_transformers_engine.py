@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedTokenizerFast
 
 from gspo.errors import BadInputError
@@ -17,6 +18,7 @@ from tests.rollout.families import EOS, FAMILIES, VOCABULARY, tiny_model
 # Many EOS ids make random models stop at all lengths.
 ENDS = (EOS, *range(9, 100, 9))
 LENGTHS = (3, 11, 7, 7, 1)
+READS = {"tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"}
 
 
 def _requests(lengths: tuple[int, ...] = LENGTHS, samples: int = 3, seed: int = 0) -> list[Request]:
@@ -84,6 +86,26 @@ def test_each_prompt_is_computed_once_and_finished_rows_cost_nothing(tokenizer: 
     rollouts = engine.generate(requests, Sampling(max_tokens=14, eos_ids=ENDS, seed=3))
     hook.remove()
     assert sum(fed) == sum(len(r.prompt.ids) for r in requests) + sum(len(r.response_ids) - 1 for r in rollouts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_host_waits_for_the_device_once_a_token(family: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Whatever reads a tensor's value, here or in the model's own code, would wait for all work that was queued."""
+    reads: list[str] = []
+
+    class Reading(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if getattr(func, "__name__", "") in READS:
+                reads.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    engine = TransformersEngine(tiny_model(family), tokenizer, max_concurrent=16)
+    engine.generate(_requests()[:1], Sampling(max_tokens=1))  # the check of the cache, done once
+    with Reading():
+        rollouts = engine.generate(_requests(), Sampling(max_tokens=14, eos_ids=ENDS, seed=3))
+    assert reads == ["tolist"] * max(len(r.response_ids) for r in rollouts)
 
 
 def test_prompts_are_prefilled_together_with_little_padding(llama: Any) -> None:
