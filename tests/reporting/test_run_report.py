@@ -204,7 +204,7 @@ def test_a_thousand_steps_are_a_page_of_bounded_size(tmp_path: Path) -> None:
         ),
         (["r", "--rollouts", "0"], "--rollouts: found 0, should be 1 or more"),
         (["r", "--training.steps", "3"], "--training.steps: gspo report takes no settings"),
-        (["r", "--html", "r/config.json/x.html"], "--html: r/config.json/x.html cannot be written"),
+        (["r", "--html", "r/config.json/x.html"], "--html: r/config.json/x.html: cannot be written"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 from gspo.distributed.launch import INTERRUPTED
@@ -16,6 +17,8 @@ FOLLOW_SECONDS = 2.0
 """After a process failed: how long the others' ends are waited for. The cause may be heard of last."""
 INTERRUPT_SECONDS = 30.0
 """After Ctrl-C: how long a checkpoint that is being written is waited for, as `torchrun` does."""
+LOOK_SECONDS = 0.5
+"""How often Ctrl-C is looked for."""
 KEPT_BYTES = 20_000
 """Of the output of a process other than the main one: what is kept, to be shown if it fails."""
 
@@ -24,7 +27,7 @@ KEPT_BYTES = 20_000
 class Processes(Protocol):
     """The processes of a job, by rank, wherever they run."""
 
-    def next_event(self, seconds: float | None) -> tuple[int, Said | int | str] | None:
+    def next_event(self, seconds: float) -> tuple[int, Said | int | str] | None:
         """A rank, and what it said, its exit status, or how it was lost; None if nothing happened for so long."""
         ...
 
@@ -48,12 +51,17 @@ def follow(processes: Processes, machines: Sequence[str]) -> int:
     """
     kept = [b""] * len(machines)
     statuses: dict[int, int] = {}
-    interrupted, deadline = False, None
-    while len(statuses) < len(machines):
-        try:
-            event = processes.next_event(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    handed_on, deadline = False, None
+    with _counted_interrupts() as interrupts:
+        while len(statuses) < len(machines) and len(interrupts) < 2:
+            if interrupts and not handed_on:
+                handed_on, deadline = True, time.monotonic() + INTERRUPT_SECONDS
+                processes.interrupt()
+            event = processes.next_event(LOOK_SECONDS)
             if event is None:
-                break
+                if deadline is not None and time.monotonic() > deadline:
+                    break
+                continue
             rank, what = event
             if isinstance(what, tuple):
                 kept[rank] = _hear(rank, what, kept[rank])
@@ -64,15 +72,21 @@ def follow(processes: Processes, machines: Sequence[str]) -> int:
             statuses[rank] = what
             if what != 0 and deadline is None:
                 deadline = time.monotonic() + FOLLOW_SECONDS
-        except KeyboardInterrupt:
-            if interrupted:
-                break
-            interrupted, deadline = True, time.monotonic() + INTERRUPT_SECONDS
-            processes.interrupt()
     for rank, status in statuses.items():
         if status != 0:
             _show(2, kept[rank])
-    return INTERRUPTED if interrupted else max(statuses.values())
+    return INTERRUPTED if interrupts else max(statuses.values())
+
+
+@contextmanager
+def _counted_interrupts() -> Iterator[list[int]]:
+    """Grows with each Ctrl-C, which is not raised meanwhile: in the middle of Ray's code an exception can be lost."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _hear(rank: int, said: Said, kept: bytes) -> bytes:

@@ -208,7 +208,7 @@ class RayProcesses:
         self._ray, self._actors = ray, actors
         self._awaited = {actor.follow.remote(): rank for rank, actor in enumerate(actors)}
 
-    def next_event(self, seconds: float | None) -> tuple[int, Said | int | str] | None:
+    def next_event(self, seconds: float) -> tuple[int, Said | int | str] | None:
         ready, _ = self._ray.wait(list(self._awaited), timeout=seconds)
         if not ready:
             return None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gspo.errors import BadInputError
+from gspo.errors import BadInputError, GspoError
 from gspo.reporting.console import say
 from gspo.reporting.curves import lines_of
 from gspo.reporting.files import write_atomically
@@ -76,8 +76,8 @@ def write_report(
     path = html or (first.report_file if len(runs) == 1 else first.path / "comparison.html")
     try:
         write_atomically(path, page(report, rollouts, steps, evaluations).encode())
-    except OSError as error:
-        raise BadInputError(f"--html: {path} cannot be written ({error.strerror}); give another file") from None
+    except GspoError as error:
+        raise BadInputError(f"--html: {error}") from None
     say(console, f"page: {path}")
 
 
