@@ -71,12 +71,13 @@ def test_a_process_that_is_gone_ends_the_job_by_name(what, told, capfdbinary):
 
 
 def test_ctrl_c_is_handed_on_and_waited_for(capfdbinary):
+    before = signal.getsignal(signal.SIGINT)
     processes = Scripted(
         (0, (OUT, b"step 1\n")), KeyboardInterrupt, (1, (ERR, b"gspo: interrupted\n")), (1, 130), (0, 1), (2, 1)
     )
     assert follow(processes, MACHINES) == 130
     assert processes.interrupts == 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     assert capfdbinary.readouterr() == (b"step 1\n", b"gspo: interrupted\n")
 
 
