@@ -80,7 +80,7 @@ def follow(processes: Processes, machines: Sequence[str]) -> int:
 
 @contextmanager
 def _counted_interrupts() -> Iterator[list[int]]:
-    """Grows with each Ctrl-C, which is not raised meanwhile: in the middle of Ray's code an exception can be lost."""
+    """Grows with each Ctrl-C, even where it was ignored (a background job), as `torchrun` hears it there too."""
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
