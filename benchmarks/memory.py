@@ -40,13 +40,14 @@ def run_one(exchange: Path) -> None:
         settings["folder"], dtype="float32", device="cpu", activation_checkpointing=settings["checkpointing"]
     )
     cases = [Case(1, PROMPT, 2, longest) for longest in (WARM_UP, settings["response"])]
-    fed = PROMPT + sum(cases[-1].response_lengths())
+    lengths = cases[-1].response_lengths()
+    fed = PROMPT + sum(length - 1 for length in lengths)
     config = build_config(
         {
             "model": {"path": settings["folder"]},
             "task": {"kind": "function", "function": "benchmarks:none"},
             "rollout": {"prompts": 1, "group_size": 2},
-            "training": {"steps": 2, "minibatches": 1, "micro_batch_tokens": fed},
+            "training": {"steps": 2, "minibatches": 1, "micro_batch_tokens": PROMPT + sum(lengths)},
         }
     )
     learner = Learner(policy, config, world=World())

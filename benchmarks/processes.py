@@ -24,7 +24,7 @@ def run_side(script: str, side: str, settings: dict[str, Any], folder: Path, *, 
     (folder / "settings.json").write_text(json.dumps(settings))
     limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
     command = [sys.executable, script, "--side", side, str(folder)]
-    done = subprocess.run(command, env=os.environ | QUIET | limits, capture_output=True, text=True)
+    done = subprocess.run(command, env=QUIET | os.environ | limits, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{side} ended with status {done.returncode} (-9: out of memory)\n{done.stderr[-3000:]}")
     return json.loads((folder / f"{side}.json").read_text())

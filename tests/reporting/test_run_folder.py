@@ -83,9 +83,31 @@ def test_rollouts_that_another_config_drew_go_and_the_name_stays(tmp_path: Path)
     for step in (2, 3):
         run.rollout_file(step).write_bytes(b"drawn under other settings")
     unnamed = config(tmp_path)
-    longer = unnamed.model_copy(update={"training": unnamed.training.model_copy(update={"steps": 7})})
+    longer = unnamed.model_copy(
+        update={
+            "training": unnamed.training.model_copy(update={"steps": 7}),
+            "rollout": unnamed.rollout.model_copy(update={"temperature": 0.5}),
+        }
+    )
     run.change(longer, 2)
     changed = run.read_config()
     assert (changed.run.name, changed.training.steps) == ("first", 7)
     assert run.rollout_file(2).exists()
     assert not run.rollout_file(3).exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [("training", {"steps": 7}), ("evaluation", {"every": 3}), ("checkpoint", {"every": 9})],
+)
+def test_rollouts_stay_where_only_the_length_or_what_is_shown_and_saved_changes(
+    tmp_path: Path, section: str, values: dict[str, int]
+) -> None:
+    run = RunFolder.create(config(tmp_path, "first"))
+    run.rollout_file(3).write_bytes(b"drawn just so")
+    before = run.read_config()
+    changed = before.model_copy(update={section: getattr(before, section).model_copy(update=values)})
+    assert changed != before
+    run.change(changed, 2)
+    assert run.read_config() == changed
+    assert run.rollout_file(3).exists()

@@ -84,6 +84,16 @@ def test_a_changed_task_is_told_since_the_held_out_questions_may_be_known(run: R
     assert "may have been trained on before" in changes[0]
 
 
+def test_another_path_of_the_reference_is_told(tmp_path: Path, run: RunFolder) -> None:
+    penalised = {"objective": {"kl_weight": 0.1}}
+    run.write_config(config(tmp_path, **penalised))
+    with ExitStack() as opened:
+        *_, changes = begin(config(tmp_path, model={"path": "moved/m"}, **penalised), run.path, opened)
+    assert [line.startswith("model.path: moved/m is taken for m, with which the run began") for line in changes] == [
+        True
+    ]
+
+
 def test_before_the_first_checkpoint_all_but_the_place_may_change(tmp_path: Path) -> None:
     run = RunFolder.create(config(tmp_path))
     place = {"dir": str(tmp_path), "name": "run"}

@@ -10,12 +10,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import gspo.reporting.recorder as recorder
 import gspo.rollout.transformers_engine as transformers_engine
 import gspo.training.loop as loop
 from gspo.config import build_config
 from gspo.errors import BadInputError, GspoError
 from gspo.reporting.journal import read_rollouts
 from gspo.reporting.run_folder import RunFolder
+from gspo.reporting.run_lock import held
 from gspo.rollout.transformers_engine import TransformersEngine
 from gspo.training.checkpoint import OPTIMIZER, STATE
 from gspo.training.optimizer_files import save_optimizer
@@ -266,6 +268,22 @@ def test_a_resume_keeps_changed_settings_once_they_work(folder, tmp_path):
     changed = settings(folder, tmp_path, training={"steps": 2})
     loop.train(changed, reward=early_words, resume=run)
     assert RunFolder.open(run).read_config() == changed
+
+
+def test_the_report_is_written_after_the_engine_ends_and_before_another_may_train(folder, tmp_path, monkeypatch):
+    order = []
+
+    def write(run):
+        with pytest.raises(BadInputError, match="another process is training in it"), held(run.path):
+            pass
+        order.append("page")
+
+    monkeypatch.setattr(recorder, "write_page", write)
+    monkeypatch.setattr(TransformersEngine, "close", lambda _: order.append("engine"))
+    run = loop.train(settings(folder, tmp_path, training={"steps": 1}), reward=early_words).run
+    assert order == ["engine", "page"]
+    loop.train(settings(folder, tmp_path, training={"steps": 2}), reward=early_words, resume=run)
+    assert order == ["engine", "page"] * 2
 
 
 def test_a_resume_does_not_take_another_model(folder, tmp_path):

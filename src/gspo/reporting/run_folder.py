@@ -118,7 +118,7 @@ class RunFolder:
         config = config.model_copy(update={"run": config.run.model_copy(update=place)})
         if config == before:
             return
-        for file in self.rollouts.glob("step-*"):
+        for file in [] if _draw_alike(config, before) else self.rollouts.glob("step-*"):
             if int(file.name.removeprefix("step-").partition(".")[0]) > step:
                 file.unlink()
         self.write_config(config)
@@ -173,3 +173,10 @@ def free_name(folder: Path, stem: str) -> str:
     name = f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem).strip('.-') or 'run'}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     return next(candidate for candidate in candidates if not (folder / candidate).exists())
+
+
+def _draw_alike(one: Config, other: Config) -> bool:
+    """Whether the next rollouts are the same under both, however long the run is and whatever it shows and saves."""
+    shown = {name: getattr(other, name) for name in ("evaluation", "checkpoint", "tracking")}
+    training = one.training.model_copy(update={"steps": other.training.steps})
+    return one.model_copy(update=shown | {"training": training}) == other

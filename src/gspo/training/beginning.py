@@ -36,6 +36,11 @@ def begin(
             "task: it was changed since the run began; what is held out now may have been trained on before, so that "
             "accuracies before and after cannot be compared"
         )
+    if config.model.path != before.model.path:
+        changes.append(
+            f"model.path: {config.model.path} is taken for {before.model.path}, with which the run began, at another "
+            "place; the reference of the KL, or the model under the adapter, comes from there"
+        )
     return folder, checkpoint, read_state(checkpoint), changes
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
+
+Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
@@ -21,18 +24,8 @@ def uninterrupted() -> Iterator[None]:
         received.append(number)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    held = {number: handler for number, handler in handlers.items() if callable(handler)}
-    try:
-        for number in held:
-            signal.signal(number, remember)
-    except ValueError:  # not the main thread
+    with _handled({number: remember for number, handler in handlers.items() if callable(handler)}):
         yield
-        return
-    try:
-        yield
-    finally:
-        for number, handler in held.items():
-            signal.signal(number, handler)
     if received:
         signal.raise_signal(received[0])
 
@@ -48,12 +41,19 @@ def terminable() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    try:
-        previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread
+    with _handled({signal.SIGTERM: stop}):
         yield
-        return
+
+
+@contextmanager
+def _handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Signals are handled so meanwhile; outside the main thread, where they do not arrive, nothing changes."""
+    before: dict[int, Any] = {}
+    with suppress(ValueError):  # not the main thread
+        for number, handler in handlers.items():
+            before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, previous in before.items():
+            signal.signal(number, previous)

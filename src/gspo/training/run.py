@@ -42,7 +42,8 @@ class Run:
         self.config = config
         self.world = world
         with ExitStack() as opened:
-            self.folder, checkpoint, self.state, changes = world.from_main(lambda: begin(config, resume, opened))
+            records = opened.enter_context(ExitStack())  # closed last: engines and workers do not wait for the report
+            self.folder, checkpoint, self.state, changes = world.from_main(lambda: begin(config, resume, records))
             clip_range(config.objective)
             check_lag(config, self.world)
             rows = load_rows(config.task, seed=config.run.seed)
@@ -77,7 +78,7 @@ class Run:
             self.ahead = self._start_ahead(opened) if config.rollout.lag else None
             if world.is_main and resume is None:
                 self.folder.make(config)
-                opened.enter_context(held(self.folder.path))
+                records.enter_context(held(self.folder.path))
             elif world.is_main:
                 self.folder.change(config, self.state.step)
             # Without a checkpoint even the evaluation before the first step is done again.
@@ -85,7 +86,7 @@ class Run:
             self.recorder = Recorder(
                 config, self.folder, resume_step=None if resume is None else done, world=self.world
             )
-            opened.callback(self.recorder.close)
+            records.callback(self.recorder.close)
             self._opened = opened.pop_all()
         warnings["policy"] = list(self.policy.notes)
         warnings["task"] += self.task.notes
